@@ -103,6 +103,13 @@ class EngineConfig:
     pipeline_parallel_size: Annotated[
         int, Help("Stages that the model's layers are divided into, each in processes of its own.")
     ] = 1
+    ranks_listen: Annotated[
+        str | None,
+        Help("HOST:PORT where the other processes of --tensor-parallel-size join, by `specserve rank` on other hosts."),
+    ] = None
+    ranks_secret_file: Annotated[
+        str | None, Help("File with the secret that both sides of --ranks-listen prove to know.")
+    ] = None
     max_model_len: Annotated[int | None, Help("Longest prompt + output in tokens [default: the model's].")] = None
     max_num_seqs: Annotated[int, Help("Most sequences that run at once.")] = 16
     max_num_batched_tokens: Annotated[int, Help("Most tokens of one step; longer prompts run in chunks.")] = 512
@@ -148,6 +155,13 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at most {MOST_RANKS}.")
         if (product := self.tensor_parallel_size * self.pipeline_parallel_size) > MOST_RANKS:
             raise ConfigError(f"{' times '.join(sizes)} is {product}; it must be at most {MOST_RANKS}.")
+        if self.ranks_listen is not None and (self.tensor_parallel_size == 1 or self.pipeline_parallel_size > 1):
+            raise ConfigError(
+                "ranks_listen is for processes of one model that add up what they compute: it needs "
+                "tensor_parallel_size of at least 2, and pipeline_parallel_size 1."
+            )
+        if (self.ranks_listen is None) != (self.ranks_secret_file is None):
+            raise ConfigError("ranks_listen and ranks_secret_file belong together. Give both or none of them.")
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         _at_least("max_number_digits", self.max_number_digits, DEFAULT_MAX_NUMBER_DIGITS)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):

@@ -72,7 +72,7 @@ WITH_MODELS = (
     *("adapters", "adapter_loader", "adapter_loading", "adapter_heads", "beams"),
 )
 CORE_LIMIT = 4_700  # 200 more since requests have adapters and beams, and models processes
-CONFIG_FIELDS_LIMIT = 27
+CONFIG_FIELDS_LIMIT = 29
 FUNCTION_LIMITS = {"median": 10, "p90": 26, "max": 60}
 FILE_LIMIT = 400
 _OURS = "specserve"

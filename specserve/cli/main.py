@@ -31,6 +31,7 @@ COMMANDS = {
     "chat": ("specserve.cli.chat:chat", "Talk to a model; tokens per second and acceptance after each answer."),
     "serve": ("specserve.cli.serve:serve", "Serve a model over HTTP with OpenAI's API."),
     "engine": ("specserve.cli.engine:engine", "Run a headless engine, for a server elsewhere."),
+    "rank": ("specserve.cli.rank:rank", "Compute a part of a model that another host serves."),
     "run": ("specserve.cli.run:run", "Talk to a model by name, which is fetched if it is not here."),
     "train": ("specserve.cli.train:train", "Train a draft head on what the target writes itself."),
     "bench": ("specserve.cli.bench:bench", "Measure drafters against plain decoding."),

@@ -7,8 +7,8 @@ import ssl
 from contextlib import suppress
 from typing import Protocol, cast
 
-from specserve.cluster.address import Address
-from specserve.cluster.handshake import (
+from specserve.parallel.address import Address
+from specserve.parallel.handshake import (
     LENGTH,
     MOST_HANDSHAKE_BYTES,
     MOST_MESSAGE_BYTES,

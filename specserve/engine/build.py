@@ -33,6 +33,7 @@ from specserve.ops import MOST_TOP_K, Ops
 from specserve.ops.choice import choose_device, choose_ops, warn_of_unbuilt
 from specserve.parallel.kv_transfer import KVFormat, PrefixTransfer
 from specserve.parallel.ranks import Ranks
+from specserve.parallel.start import start_ranks
 from specserve.runtime.cost import ROWS
 from specserve.runtime.executor import Executor, LocalExecutor
 from specserve.runtime.runner import Runner
@@ -172,9 +173,8 @@ def _load(
     config: EngineConfig, folder: Path, ops: Ops, threads: int, progress: bool, pulse: int
 ) -> tuple[AnyModel, range, Ranks | None]:
     """The model, or this process's part of it, the layers that it has, and the processes of all others."""
-    sizes = config.tensor_parallel_size, config.pipeline_parallel_size
-    max_len, max_rows = config.max_model_len, config.max_num_batched_tokens
-    ranks = Ranks.started(*sizes, folder, ops, max_len, threads, max_rows, pulse)
+    max_len = config.max_model_len
+    ranks = start_ranks(config, folder, ops, threads, pulse)
     if ranks is None:
         model = load_model(folder, ops, max_len, progress=progress)
         return model, range(model.spec.num_layers), None

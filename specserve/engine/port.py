@@ -219,6 +219,7 @@ class LocalPort:
         self._compiling.close()
         self._loading.close()
         self.engine.policy.close()
+        self.engine.executor.close()
 
 
 class ThreadPort:

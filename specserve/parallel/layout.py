@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -85,6 +86,14 @@ class ModelMemory:
             return found.view(max_rows, hidden_size)
 
         return after
+
+
+def private_memory(layout: Layout) -> int:
+    """A descriptor of memory as large as that of a ModelMemory of one stage, for a process that shares none. The caller
+    closes it."""
+    descriptor = os.memfd_create("specserve-rank")
+    os.ftruncate(descriptor, _group_bytes(layout))
+    return descriptor
 
 
 def _group_bytes(layout: Layout) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Mapping
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -31,6 +31,7 @@ class Load(msgspec.Struct, tag="load", array_like=True):
     quantization: str
     threads: int
     isa: str
+    port: int = 0  # where processes on several hosts meet
 
 
 class Begin(msgspec.Struct, tag="begin", array_like=True):
@@ -110,9 +111,16 @@ class Weights(msgspec.Struct, array_like=True):
     b: bytes
 
 
+class AddWeights(msgspec.Struct, tag="add_weights", array_like=True):
+    """The adapter that is loaded next under that name has these for a layer."""
+
+    digest: str
+    layer: str
+    weights: Weights
+
+
 class LoadAdapter(msgspec.Struct, tag="load_adapter", array_like=True):
     digest: str
-    weights: Mapping[str, Weights]
 
 
 class DropAdapter(msgspec.Struct, tag="drop_adapter", array_like=True):
@@ -144,16 +152,17 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-Command = Load | Begin | Show | Run | CopySlots | LoadAdapter | DropAdapter | PlaceAdapter
+Command = Load | Begin | Show | Run | CopySlots | AddWeights | LoadAdapter | DropAdapter | PlaceAdapter
 Reply = Done | Failed
 
 
 class Connection:
-    """One end. Whoever reads, and whoever writes, is one thread at a time."""
+    """One end. Messages may be sent on any thread; one thread reads."""
 
     def __init__(self, end: socket.socket, kind: Any) -> None:
-        self._end, self._stream = end, end.makefile("rb")
+        self._end = end
         self._decode, self._encode = msgspec.msgpack.Decoder(kind).decode, msgspec.msgpack.Encoder().encode
+        self._sending = threading.Lock()
 
     def send(self, message: Command | Reply | HandOn) -> None:
         """Raises OSError where nobody reads."""
@@ -163,6 +172,10 @@ class Connection:
         return self._encode(message)
 
     def send_bytes(self, message: bytes) -> None:
+        with self._sending:
+            self._write(message)
+
+    def _write(self, message: bytes) -> None:
         self._end.sendall(_LENGTH.pack(len(message)) + message)
 
     def receive(self) -> Any:
@@ -170,13 +183,23 @@ class Connection:
         return self._decode(self._read(_LENGTH.unpack(self._read(_LENGTH.size))[0]))
 
     def _read(self, count: int) -> bytes:
-        try:
-            found = self._stream.read(count)
-        except OSError:
-            found = b""
-        if len(found) < count:
-            raise EOFError("The other end is closed.")
-        return found
+        found = bytearray(count)
+        rest = memoryview(found)
+        while rest:
+            try:
+                read = self._end.recv_into(rest, 0, socket.MSG_WAITALL)
+            except OSError:  # closed here
+                read = 0
+            if not read:
+                raise EOFError("The other end is closed.")
+            rest = rest[read:]
+        return bytes(found)
+
+    @property
+    def own_host(self) -> str:
+        """The address of this host on the way to the other one."""
+        host: str = self._end.getsockname()[0]
+        return host
 
     def close(self) -> None:
         """Whoever reads finds the end."""

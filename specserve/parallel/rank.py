@@ -15,6 +15,8 @@ import signal
 import socket
 import sys
 import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,8 +34,10 @@ from specserve.models.product import LowRank
 from specserve.models.stages import LaterStage
 from specserve.ops import Ops, Peers
 from specserve.ops.choice import choose_ops
+from specserve.ops.peers import Gather
 from specserve.parallel.layout import Layout, ModelMemory
 from specserve.parallel.messages import (
+    AddWeights,
     Begin,
     Command,
     Connection,
@@ -57,7 +61,7 @@ class Rank:
     """A process's part of a model: some of its layers, or some of what each of these is, which it computes with
     `peers`."""
 
-    def __init__(self, load: Load, memory: int, pulse: Pulse, link: Link | None) -> None:
+    def __init__(self, load: Load, memory: int, pulse: Pulse, link: Link | None, gather: Gather | None = None) -> None:
         self._layout = Layout(load.width, tuple(range(*each) for each in load.stages))
         self._rank, self._memory, self._link = load.rank, ModelMemory(memory, self._layout), link
         device = torch.device("cpu")
@@ -66,7 +70,7 @@ class Rank:
         self.peers: Peers | None = None
         if load.width > 1:
             group = self._memory.group(self._layout.stage(load.rank))
-            self.peers = self._ops.peers(group, self._layout.shard(load.rank).rank, load.width)
+            self.peers = self._ops.peers(group, self._layout.shard(load.rank).rank, load.width, gather)
         self._layers = layers = self._layout.layers(load.rank)
         folder = Path(load.folder)
         if layers.start:
@@ -75,7 +79,9 @@ class Rank:
             model = load_model(folder, self._ops, load.max_len, peers=self.peers, layers=layers)
             assert isinstance(model, Decoder), "the first process looked"
             self._model = model
+        self._coming: defaultdict[str, dict[str, LowRank]] = defaultdict(dict)  # parts of adapters, by digest
         self._adapters: dict[str, Future[PackedAdapter]] = {}
+        self._num_loads: Counter[str] = Counter()
         self._packing = ThreadPoolExecutor(1, "specserve-adapters")
 
     def begin(self, begin: Begin) -> None:
@@ -106,10 +112,16 @@ class Rank:
                 self._runner.show(tuple(command.layers))
             case CopySlots():
                 self._storage.copy_slots(command.sources, command.targets)
+            case AddWeights():
+                self._coming[command.digest][command.layer] = _low_rank(command.weights)
             case LoadAdapter():
-                self._adapters[command.digest] = self._packing.submit(self._packed, command)
+                weights = self._coming.pop(command.digest, {})
+                self._num_loads[command.digest] += 1
+                self._adapters[command.digest] = self._packing.submit(self._model.pack_adapter, weights)
             case DropAdapter():
-                del self._adapters[command.digest]
+                self._num_loads[command.digest] -= 1
+                if not self._num_loads[command.digest]:
+                    del self._adapters[command.digest], self._num_loads[command.digest]
             case PlaceAdapter():
                 packed = None if command.digest is None else self._adapters[command.digest].result()
                 self._model.place_adapter(command.slot, packed)
@@ -118,21 +130,17 @@ class Rank:
     def num_mapped_bytes(self) -> int:
         return self._model.num_mapped_bytes
 
-    def _packed(self, command: LoadAdapter) -> PackedAdapter:
-        return self._model.pack_adapter({name: _low_rank(each) for name, each in command.weights.items()})
-
 
 def _low_rank(weights: Weights) -> LowRank:
     a, b = ((weights.a, weights.shape_a), (weights.b, weights.shape_b))
     return LowRank(*(torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape) for data, shape in (a, b)))
 
 
-def serve(connection: Connection, memory: int, pulse: Pulse, link: Link | None) -> None:
+def serve(connection: Connection, make: Callable[[Load], Rank]) -> None:
     """Until the first process has ended, or something went wrong, which it is told and then ends with."""
     rank: Rank | None = None
     try:
-        load = connection.receive()
-        rank = Rank(load, memory, pulse, link)
+        rank = make(connection.receive())
         connection.send(Done(rank.num_mapped_bytes))
         rank.begin(connection.receive())
         connection.send(Done())
@@ -162,7 +170,7 @@ def main() -> None:
     torch.set_num_threads(1)
     link = None if before < 0 else Link(_connected(before, HandOn), [_connected(each, HandOn) for each in after])
     with torch.inference_mode():
-        serve(_connected(end, Command), memory, Pulse(pulse), link)
+        serve(_connected(end, Command), lambda load: Rank(load, memory, Pulse(pulse), link))
 
 
 def _connected(end: int, kind: Any) -> Connection:

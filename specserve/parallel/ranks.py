@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import socket
 import subprocess
@@ -18,20 +17,20 @@ from typing import Any
 from torch import Tensor
 
 from specserve import errors
-from specserve.cache.sizing import free_memory
 from specserve.cache.storage import KVShape
 from specserve.errors import ConfigError, EngineError, SpecserveError
 from specserve.machine.lifeline import without_interrupts
 from specserve.models.adapted import adapter_bytes, check_adapted
 from specserve.models.decoder import Decoder
-from specserve.models.loader import AnyModel, check_memory, native_spec, outline
+from specserve.models.loader import AnyModel, outline
 from specserve.models.product import LowRank
 from specserve.models.sharding import sharded, sharded_part
-from specserve.models.spec import DecoderSpec, shorten
-from specserve.models.stages import divided, number_of
+from specserve.models.spec import DecoderSpec
+from specserve.models.stages import number_of
 from specserve.ops import Ops, Peers
 from specserve.parallel.layout import Layout, ModelMemory
 from specserve.parallel.messages import (
+    AddWeights,
     Begin,
     Command,
     Connection,
@@ -65,38 +64,6 @@ class Ranks:
     """The other processes of a model, of which this one is process 0. They end with this object, and with this process,
     however it ends."""
 
-    @classmethod
-    def started(
-        cls,
-        size: int,
-        num_stages: int,
-        folder: Path,
-        ops: Ops,
-        max_len: int | None,
-        threads: int,
-        max_rows: int,
-        pulse: int,
-    ) -> Ranks | None:
-        """Of a model in so many stages of so many processes each, which load their parts while this one loads its own;
-        None: it has no others. No step has more than `max_rows` rows, and `pulse` is as EngineSpawner has it, or -1.
-        Raises ConfigError for a model, or for kernels, that cannot be divided so, and CapacityError."""
-        if size * num_stages == 1:
-            return None
-        ops.peers(mmap.mmap(-1, mmap.PAGESIZE), 0, 1)  # kernels that have none say so before anything is begun
-        spec = native_spec(folder)
-        spec = spec if max_len is None else shorten(spec, max_len)
-        layout = Layout(size, _stages(spec, size, num_stages, ops))
-        for rank in range(size):
-            sharded(spec, layout.shard(rank))
-        check_memory(spec, ops, free_memory(ops.device))
-        ranks = cls(layout, spec, ops, max_rows, pulse)
-        try:
-            ranks.load(folder, max_len, threads)
-        except BaseException:
-            ranks.close()
-            raise
-        return ranks
-
     def __init__(self, layout: Layout, spec: DecoderSpec, ops: Ops, max_rows: int, pulse: int) -> None:
         self.layout, self._spec, self._ops = layout, spec, ops
         self.num_mapped_bytes = 0  # of the others' weights, once they are loaded
@@ -118,7 +85,7 @@ class Ranks:
             os.close(lifeline)
             for end in (end for ends in links[1:] for end in ends):
                 end.close()
-            self._finalizer = weakref.finalize(self, _end, self._processes, self._connections, self._link, ours)
+            self._finalizer = weakref.finalize(self, end_ranks, self._processes, self._connections, self._link, ours)
         # All, so that nobody waits in any when one has ended.
         self._groups = [ops.peers(self._memory.group(stage), 0, layout.width) for stage in range(len(layout.stages))]
 
@@ -140,12 +107,18 @@ class Ranks:
         self._connections.append(Connection(own, Reply))
 
     def load(self, folder: Path, max_len: int | None, threads: int) -> None:
+        """Let them load their parts."""
+        self._send_load(folder, max_len, threads)
+
+    def _send_load(self, folder: Path, max_len: int | None, threads: int, port: int = 0) -> None:
         ops, layout = self._ops, self.layout
         stages = [(each.start, each.stop) for each in layout.stages]
         dtype, isa = str(ops.dtype).removeprefix("torch."), ops.instruction_set or "auto"
         where = str(folder.resolve())
         for rank, connection in enumerate(self._connections, 1):
-            connection.send(Load(rank, layout.width, stages, where, max_len, dtype, ops.quantization, threads, isa))
+            connection.send(
+                Load(rank, layout.width, stages, where, max_len, dtype, ops.quantization, threads, isa, port)
+            )
 
     def kv_shapes(self) -> list[KVShape]:
         """Of all their layers, once they are loaded. Raises what loading raised there."""
@@ -209,6 +182,14 @@ class Ranks:
             with suppress(OSError):
                 connection.send(command)
 
+    def send_adapter(self, digest: str, parts: list[dict[str, LowRank]]) -> None:
+        """To each its part, layer by layer, so that steps go on meanwhile. On any thread."""
+        for connection, part in zip(self._connections, parts, strict=True):
+            with suppress(OSError):
+                for name, weights in part.items():
+                    connection.send(AddWeights(digest, name, _packed(weights)))
+                connection.send(LoadAdapter(digest))
+
     def lost(self, why: str) -> None:
         """One has ended: nobody waits for it."""
         self._failure = self._failure or why
@@ -227,14 +208,6 @@ class Ranks:
 
     def close(self) -> None:
         self._finalizer()
-
-
-def _stages(spec: DecoderSpec, size: int, num_stages: int, ops: Ops) -> tuple[range, ...]:
-    """Which layers each stage has, so that the process with the most weights has few."""
-    if num_stages == 1:
-        return (range(spec.num_layers),)
-    found = outline(spec, ops)
-    return tuple(divided([each // size for each in found.layer_bytes], found.other_bytes, num_stages))
 
 
 def _links(layout: Layout) -> list[list[socket.socket]]:
@@ -258,10 +231,12 @@ def _link(ends: list[socket.socket]) -> Link | None:
     return Link(connections[0], connections[1:]) if connections else None
 
 
-def _end(
-    processes: list[subprocess.Popen[bytes]], connections: list[Connection], link: Link | None, lifeline: int
+def end_ranks(
+    processes: list[subprocess.Popen[bytes]], connections: list[Connection], link: Link | None, lifeline: int | None
 ) -> None:
-    os.close(lifeline)
+    """Of processes on this host, and connections to any."""
+    if lifeline is not None:
+        os.close(lifeline)
     if link is not None:
         link.close()
     for connection in connections:
@@ -281,7 +256,7 @@ def _watch(ranks: weakref.ref[Ranks], connections: list[Connection]) -> None:
         try:
             reply = connection.receive()
             why = reply.message if isinstance(reply, Failed) else "it spoke out of turn"
-        except (EOFError, ValueError):  # ValueError: closed here
+        except EOFError:
             why = "it was killed, or crashed"
         if (owner := ranks()) is not None:
             owner.lost(f"Process {rank} of the model has ended: {why}.")
@@ -347,7 +322,7 @@ class ParallelExecutor:
         check_adapted(weights, self._adapted)
         parts = [self._part(weights, rank) for rank in range(self._ranks.layout.size)]
         self._local.load_adapter(digest, parts[0])  # and refuses what all would
-        self._ranks.send_each([LoadAdapter(digest, _packed(part)) for part in parts[1:]])
+        self._ranks.send_adapter(digest, parts[1:])
         return sum(adapter_bytes(part, self._local.runner.ops.dtype) for part in parts)
 
     def drop_adapter(self, digest: str) -> None:
@@ -357,6 +332,9 @@ class ParallelExecutor:
     def place_adapter(self, slot: int, digest: str | None) -> None:
         self._ranks.send(PlaceAdapter(slot, digest))
         self._local.place_adapter(slot, digest)
+
+    def close(self) -> None:
+        self._ranks.close()
 
     def _part(self, weights: Mapping[str, LowRank], rank: int) -> dict[str, LowRank]:
         """What a process needs of an adapter: its layers, and what belongs to none in the first stage; of these b's
@@ -376,13 +354,6 @@ class ParallelExecutor:
         return found
 
 
-def _packed(weights: Mapping[str, LowRank]) -> dict[str, Weights]:
-    return {
-        name: Weights(
-            (each.a.shape[0], each.a.shape[1]),
-            each.a.contiguous().numpy().tobytes(),
-            (each.b.shape[0], each.b.shape[1]),
-            each.b.contiguous().numpy().tobytes(),
-        )
-        for name, each in weights.items()
-    }
+def _packed(weights: LowRank) -> Weights:
+    a, b = (each.contiguous().numpy() for each in weights)
+    return Weights((a.shape[0], a.shape[1]), a.tobytes(), (b.shape[0], b.shape[1]), b.tobytes())

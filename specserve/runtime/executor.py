@@ -86,6 +86,9 @@ class Executor(Protocol):
     def place_adapter(self, slot: int, digest: str | None) -> None:
         """Let rows with that slot have this adapter from the next step on, or none."""
 
+    def close(self) -> None:
+        """End what computes in other processes. Nothing is called afterwards."""
+
 
 class StepRunner(Protocol):
     """What runs a target's steps, as a Runner does."""
@@ -165,6 +168,9 @@ class LocalExecutor:
 
     def place_adapter(self, slot: int, digest: str | None) -> None:
         self._adapted.place_adapter(slot, None if digest is None else self._adapters[digest][0])
+
+    def close(self) -> None:
+        """There is none."""
 
     @property
     def _adapted(self) -> Decoder:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from specserve.cluster.address import Address
-from specserve.cluster.handshake import LONGEST_HEARTBEAT_S, SHORTEST_HEARTBEAT_S
-from specserve.cluster.security import check_plaintext
 from specserve.errors import ConfigError, strict_fields, unknown
 from specserve.files import read_text
 from specserve.help import Help
+from specserve.parallel.address import Address
+from specserve.parallel.handshake import LONGEST_HEARTBEAT_S, SHORTEST_HEARTBEAT_S
+from specserve.parallel.security import check_plaintext
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from specserve.cluster import handshake
-from specserve.cluster.address import Address
 from specserve.cluster.connection import Connection
-from specserve.cluster.handshake import (
+from specserve.errors import ConfigError
+from specserve.parallel import handshake
+from specserve.parallel.address import Address
+from specserve.parallel.handshake import (
     LENGTH,
     PREAMBLE,
     Agreed,
@@ -27,8 +28,7 @@ from specserve.cluster.handshake import (
     engine_handshake,
     server_handshake,
 )
-from specserve.cluster.security import check_plaintext, engine_tls, read_secret, server_tls
-from specserve.errors import ConfigError
+from specserve.parallel.security import check_plaintext, engine_tls, read_secret, server_tls
 
 SECRET = b"a secret of enough characters"
 
@@ -199,7 +199,7 @@ def test_another_secret_is_told_to_both() -> None:
         async with listening() as (port, ears):
             ear = await connected(port, secret=b"another secret, long enough")
             error = await ear.over
-            assert "It refused: The engine has another secret." in str(error)
+            assert "It refused: The other side has another secret." in str(error)
             assert error.is_final and not ear.agreed.done()
             assert "another secret" in str(await ears[0].over)
 

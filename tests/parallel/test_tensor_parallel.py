@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,7 +124,7 @@ def check_drafter(
 
 
 def test_a_prediction_changes_no_bit(tiny: Path, expected: Tokens) -> None:
-    with make(tiny, 2) as llm:
+    with make(tiny, 2, adaptive=False) as llm:
         for prompt, params, tokens in zip(PROMPTS, PARAMS, expected, strict=True):
             (answer,) = llm.generate(prompt, params, prediction=[*tokens[:9], 1, 2, *tokens[11:]])[0].outputs
             assert answer.token_ids == tokens
@@ -199,6 +200,28 @@ def answers_with_adapters(llm: LLM, paths: dict[str, Path], too_high: Path) -> t
         with pytest.raises(ModelError, match="rank 80"):
             llm.load_adapter("c", too_high)
     return found, sum(info.num_bytes for info in infos)
+
+
+def test_adapters_come_and_go_beside_steps(tiny: Path, tmp_path: Path) -> None:
+    shapes = {name: info.shape for name, info in Weights(tiny).infos.items()}
+    path = write_adapter(tmp_path / "a", shapes, 48, ("q_proj", "o_proj", "down_proj", "lm_head", "embed_tokens"))
+    done = threading.Event()
+    with make(tiny, 2, max_loras=1) as llm:
+        expected = answers(llm)
+
+        def load() -> None:
+            while not done.is_set():
+                llm.load_adapter("a", path)
+                llm.unload_adapter("a")
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        try:
+            for _ in range(20):
+                assert answers(llm) == expected
+        finally:
+            done.set()
+            thread.join()
 
 
 @pytest.fixture
@@ -304,6 +327,7 @@ def test_the_other_processes_decide_nothing() -> None:
         "specserve.ops",
         "specserve.ops.capture",
         "specserve.ops.choice",
+        "specserve.ops.peers",
         "specserve.parallel.layout",
         "specserve.parallel.messages",
         "specserve.parallel.stages",

@@ -14,10 +14,10 @@ from typing import Any
 
 from specserve.checkpoint import catalog
 from specserve.checkpoint.identity import model_digest
-from specserve.cluster.address import Address
 from specserve.cluster.connection import HANDSHAKE_S, TLS_SHUTDOWN_S
-from specserve.cluster.handshake import LinkError, engine_handshake
 from specserve.errors import ConfigError, EngineError, SpecserveError
+from specserve.parallel.address import Address
+from specserve.parallel.handshake import LinkError, engine_handshake
 from specserve.registry import DRAFTERS
 from specserve.server.engine.keeper import State, Timeouts
 from specserve.server.engine.listen_options import EngineListenOptions

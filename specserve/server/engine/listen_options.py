@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from specserve.cluster.address import Address
-from specserve.cluster.security import check_plaintext, engine_tls, read_secret
 from specserve.errors import ConfigError, strict_fields, unknown
 from specserve.help import Help
+from specserve.parallel.address import Address
+from specserve.parallel.security import check_plaintext, engine_tls, read_secret
 from specserve.server.options import LOG_FORMATS, LOG_LEVELS, between
 
 

@@ -298,7 +298,12 @@ def main(descriptor: int, memory: int, parent: int) -> int:
 
 
 def _check_device(config: EngineConfig, num_engines: int) -> None:
-    """Raises ConfigError where several engines would share a GPU."""
+    """Raises ConfigError where several engines would share a GPU, or a port."""
+    if num_engines > 1 and config.ranks_listen is not None:
+        raise ConfigError(
+            f"--data-parallel-size is {num_engines}, and processes that join at --ranks-listen belong to one engine. "
+            "Leave one of the two out, or start an engine for each (specserve serve, or specserve engine)."
+        )
     if num_engines > 1 and choose_device(config.device).type != "cpu":
         raise ConfigError(
             f"--data-parallel-size is {num_engines}, and replicas share a CPU. Start with --device cpu, or one server "

@@ -10,9 +10,9 @@ import msgspec
 
 from specserve.adapters import AdapterInfo
 from specserve.cluster.connection import Connection
-from specserve.cluster.handshake import MOST_MESSAGE_BYTES, Agreed, Handshake, LinkError
 from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError, SpecserveError
+from specserve.parallel.handshake import MOST_MESSAGE_BYTES, Agreed, Handshake, LinkError
 from specserve.server.engine.client import UnknownAdapterError
 from specserve.server.engine.keeper import EngineKeeper, State
 from specserve.server.engine.messages import (

@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from specserve.checkpoint.identity import model_digest
-from specserve.cluster.address import Address
 from specserve.cluster.connection import HANDSHAKE_S, TLS_SHUTDOWN_S, Connection
-from specserve.cluster.handshake import MOST_MESSAGE_BYTES, Agreed, LinkError, Welcome, server_handshake
-from specserve.cluster.security import read_secret, server_tls
+from specserve.parallel.address import Address
+from specserve.parallel.handshake import MOST_MESSAGE_BYTES, Agreed, LinkError, Welcome, server_handshake
+from specserve.parallel.security import read_secret, server_tls
 from specserve.server.engine.client import EngineClient, Observer
 from specserve.server.engine.group import Member, ReplicaGroup
 from specserve.server.engine.keeper import State, Timeouts

@@ -8,11 +8,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeAlias
 
-from specserve.cluster.address import Address
-from specserve.cluster.handshake import LinkError
 from specserve.cluster.router import Router
 from specserve.config import EngineConfig
 from specserve.errors import ConfigError, EngineError, InputError, SpecserveError
+from specserve.parallel.address import Address
+from specserve.parallel.handshake import LinkError
 from specserve.server.engine.client import Observer
 from specserve.server.engine.group import ReplicaGroup
 from specserve.server.engine.keeper import State, Timeouts

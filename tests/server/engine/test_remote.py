@@ -22,10 +22,10 @@ import pytest
 from specserve.adapters import AdapterSource
 from specserve.checkpoint.identity import model_digest
 from specserve.checkpoint.weights import Weights
-from specserve.cluster.handshake import LinkError
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, EngineError, InputError, ModelError
 from specserve.llm import LLM
+from specserve.parallel.handshake import LinkError
 from specserve.server.answers import Answers, Prepared
 from specserve.server.chats import Chats
 from specserve.server.engine.headless import HeadlessEngine
@@ -455,7 +455,7 @@ def test_what_ends_a_start(shared: Shared, folder: Path, tmp_path: Path) -> None
     async def play(engines: Engines) -> None:
         address = engines[0].address
         text = await refusal(folder, address, dialer(folder, secret=b"another secret, long enough"))
-        assert f"Engine {address}: It refused: The engine has another secret." in text
+        assert f"Engine {address}: It refused: The other side has another secret." in text
         other = write_tiny_model(tmp_path / "other", "llama", seed=1)
         text = await refusal(other, address, dialer(other))
         assert "from other files" in text and model_digest(folder)[:12] in text and model_digest(other)[:12] in text

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-from specserve.cluster.address import Address
 from specserve.errors import ConfigError
 from specserve.files import check_regular, read_text
+from specserve.parallel.address import Address
 
 FEWEST_SECRET_CHARACTERS = 16
 _MOST_SECRET_BYTES = 4096

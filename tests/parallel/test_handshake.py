@@ -8,9 +8,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from specserve.cluster import handshake
-from specserve.cluster.address import Address
-from specserve.cluster.handshake import (
+from specserve.errors import ConfigError
+from specserve.parallel import handshake
+from specserve.parallel.address import Address
+from specserve.parallel.handshake import (
     MOST_MESSAGE_BYTES,
     PREAMBLE,
     PREAMBLE_BYTES,
@@ -24,7 +25,6 @@ from specserve.cluster.handshake import (
     refusal,
     server_handshake,
 )
-from specserve.errors import ConfigError
 
 SECRET = b"a secret of enough characters"
 
@@ -77,7 +77,7 @@ def test_a_server_with_another_secret_is_told() -> None:
     with pytest.raises(LinkError, match="another secret") as found:
         engine.send(server.send(next(engine)))
     assert found.value.is_final and found.value.is_told
-    with pytest.raises(LinkError, match="refused: The engine has another secret") as told:
+    with pytest.raises(LinkError, match="refused: The other side has another secret") as told:
         server.send(refusal(found.value))
     assert told.value.is_final
 

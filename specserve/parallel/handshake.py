@@ -1,5 +1,5 @@
-"""The first words between a server and an engine elsewhere. Each proves that it knows the secret, which is never sent;
-what follows is in frames that bear the session's tags.
+"""The first words between a server and an engine elsewhere, or between processes of a model. Each proves that it knows
+the secret, which is never sent; what follows is in frames that bear the session's tags.
 
     both      magic and version of the protocol, 12 bytes
     engine    Challenge: a nonce
@@ -168,7 +168,7 @@ def server_handshake(secret: bytes, heartbeat_s: float, check: Callable[[Welcome
     answered = time.perf_counter()
     signed = _read(answer, Signed)
     if not hmac.compare_digest(proofs.of(b"engine", hello, signed.content), signed.proof):
-        raise LinkError("It did not prove that it knows the secret of --engine-secret-file.", is_final=True)
+        raise LinkError("It did not prove that it knows the secret.", is_final=True)
     welcome = _read(signed.content, Welcome)
     check(welcome)
     offset = (asked + answered) / 2 - welcome.clock
@@ -184,7 +184,7 @@ def engine_handshake(secret: bytes, model: str, digest: str, admit: Callable[[],
     proofs = _Proofs(secret, first)
     signed = _read((yield first), Signed)
     if not hmac.compare_digest(proofs.of(b"server", signed.content), signed.proof):
-        raise LinkError("The engine has another secret.", is_final=True, is_told=True)
+        raise LinkError("The other side has another secret.", is_final=True, is_told=True)
     hello = _read(signed.content, Hello)
     _check_version(hello.version)
     admit()

@@ -1,0 +1,49 @@
+"""`specserve rank`: computes a part of a model that is served on another host."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from specserve.cli.options import Model
+from specserve.config import DEFAULT_MODEL
+from specserve.errors import ConfigError
+from specserve.machine.cores import default_threads
+from specserve.machine.lifeline import without_interrupts
+
+_AGAIN_S = 1.0
+
+
+def rank(
+    model: Model = DEFAULT_MODEL,
+    *,
+    join: Annotated[str, Parameter(help="HOST:PORT, the --ranks-listen of the model's first process.")],
+    secret_file: Annotated[Path, Parameter(help="File with the secret that both know; at least 16 characters.")],
+    threads: Annotated[int | None, Parameter(help="CPU threads [default: the cores it may use].")] = None,
+) -> None:
+    """Compute a part of a model whose first process is on another host (--tensor-parallel-size with --ranks-listen),
+    until SIGINT or SIGTERM. When that one ends, wait for the next."""
+    from specserve.parallel.address import Address
+    from specserve.parallel.security import read_secret
+
+    read_secret(secret_file, "--secret-file")
+    where = str(Address.parse(join, "--join"))
+    if threads is not None and threads < 1:
+        raise ConfigError(f"--threads is {threads}; it must be at least 1.")
+    given = [where, str(secret_file), model, str(threads or default_threads()), str(os.getpid())]
+    while True:
+        # A process for each model that it joins: nothing is left of one when the next begins.
+        with without_interrupts():
+            process = subprocess.Popen([sys.executable, "-m", "specserve.parallel.joined", *given])
+        status = process.wait()
+        if status > 0:
+            sys.exit(status)
+        if status < 0:
+            print(f"specserve: Signal {-status} has ended the process; another one joins.", file=sys.stderr)
+            time.sleep(_AGAIN_S)

@@ -1,0 +1,60 @@
+"""Starts a model in several processes, as a configuration says."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+from specserve.cache.sizing import free_memory
+from specserve.checkpoint.identity import model_digest
+from specserve.config import EngineConfig
+from specserve.models.loader import check_memory, native_spec, outline
+from specserve.models.sharding import sharded
+from specserve.models.spec import DecoderSpec, shorten
+from specserve.models.stages import divided
+from specserve.ops import Ops
+from specserve.parallel.address import Address
+from specserve.parallel.hosts import Gate
+from specserve.parallel.joined_ranks import JoinedRanks
+from specserve.parallel.layout import Layout
+from specserve.parallel.ranks import Ranks
+from specserve.parallel.security import read_secret
+
+
+def start_ranks(config: EngineConfig, folder: Path, ops: Ops, threads: int, pulse: int = -1) -> Ranks | None:
+    """The other processes of the model in `folder`, which load their parts while this one loads its own; None: it has
+    no others. `pulse` is as EngineSpawner has it, or -1. Raises ConfigError for a model, or for kernels, that cannot be
+    divided so, and CapacityError."""
+    size, num_stages, max_len = config.tensor_parallel_size, config.pipeline_parallel_size, config.max_model_len
+    if size * num_stages == 1:
+        return None
+    ops.peers(mmap.mmap(-1, mmap.PAGESIZE), 0, 1)  # kernels that have none say so before anything is begun
+    spec = native_spec(folder)
+    spec = spec if max_len is None else shorten(spec, max_len)
+    layout = Layout(size, _stages(spec, size, num_stages, ops))
+    for rank in range(size):
+        sharded(spec, layout.shard(rank))
+    check_memory(spec, ops, free_memory(ops.device))
+    ranks = _begun(config, folder, layout, spec, ops, pulse)
+    try:
+        ranks.load(folder, max_len, threads)
+    except BaseException:
+        ranks.close()
+        raise
+    return ranks
+
+
+def _begun(config: EngineConfig, folder: Path, layout: Layout, spec: DecoderSpec, ops: Ops, pulse: int) -> Ranks:
+    if config.ranks_listen is None:
+        return Ranks(layout, spec, ops, config.max_num_batched_tokens, pulse)
+    address = Address.parse(config.ranks_listen, "--ranks-listen")
+    secret = read_secret(Path(config.ranks_secret_file or ""), "--ranks-secret-file")
+    return JoinedRanks(layout, spec, ops, Gate(address, secret, config.model, model_digest(folder)))
+
+
+def _stages(spec: DecoderSpec, size: int, num_stages: int, ops: Ops) -> tuple[range, ...]:
+    """Which layers each stage has, so that the process with the most weights has few."""
+    if num_stages == 1:
+        return (range(spec.num_layers),)
+    found = outline(spec, ops)
+    return tuple(divided([each // size for each in found.layer_bytes], found.other_bytes, num_stages))
