@@ -13,7 +13,7 @@ PYTEST_FLAGS ?=
 # status 5 is that PYTEST_FLAGS picked none of a part.
 PROCESSES ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
 PYTEST := $(VENV)/bin/python -m pytest -q
-IN_PARTS = @$(1) $(PYTEST) -n $(PROCESSES) --dist loadfile -m "not alone" --durations=20 $(PYTEST_FLAGS) || first=$$?; \
+IN_PARTS = @$(1) $(PYTEST) -n $(PROCESSES) --dist loadfile -m "not alone and not ray" --durations=20 $(PYTEST_FLAGS) || first=$$?; \
   test $${first:-0} = 0 -o $${first:-0} = 5 || exit $$first; \
   $(1) $(PYTEST) -m alone --durations=5 tests/server/http $(PYTEST_FLAGS) || second=$$?; \
   test $${second:-0} = 0 -o \( $${second:-0} = 5 -a $${first:-0} = 0 \)
@@ -40,6 +40,7 @@ DEV_REQUIRES := import tomllib; project = tomllib.load(open("pyproject.toml", "r
   extras = [project["optional-dependencies"][name] for name in ("plot", "test", "dev")]; \
   print(*(one for some in (project["dependencies"], *extras) for one in some if not one.startswith(project["name"])), sep="\n")
 GRAMMARS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["xgrammar"], sep="\n")
+RAY := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["ray"], sep="\n")
 BROWSER := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["browser"], sep="\n")
 RELEASE := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["release"], sep="\n")
 MISSING_TOOLS := $(foreach tool,cmake ninja,$(if $(shell command -v $(tool)),,$(tool)))
@@ -67,7 +68,7 @@ OF_THE_CPU := --ignore=tests/kernels/test_cpu.py tests/kernels tests/models/test
 QUICK := tests/cache tests/drafters tests/speculation tests/engine/test_engine.py tests/sampling/test_noise.py \
   tests/sampling/test_edits.py tests/server/wire tests/test_structure.py tests/docs/test_reference.py tests/test_registry.py
 
-.PHONY: help env demo serve test builds quick check lint types format pytest pytest-avx2 sanitize browser contract recipes wheel sdist bare try-wheel pythons clean
+.PHONY: help env demo serve test builds quick check lint types format pytest pytest-avx2 sanitize browser ray contract recipes wheel sdist bare try-wheel pythons clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -172,6 +173,12 @@ browser: $(STAMP) ## Test the playground in Chromium (apt-get install chromium, 
 	@echo "== the playground in a browser"
 	@$(BIN)/python -c '$(BROWSER)' | $(PIP) install --no-compile -r /dev/stdin
 	@SPECSERVE_REQUIRE_BROWSER=1 $(PYTEST) tests/server/playground $(PYTEST_FLAGS)
+
+# Not part of `test`, even where Ray is installed: nodes take seconds to start, and Ray takes 20 s to miss one.
+ray: $(STAMP) ## Test engines on the nodes of a Ray cluster, two real ones of this machine (installs Ray).
+	@echo "== two nodes of Ray"
+	@$(BIN)/python -c '$(RAY)' | $(PIP) install --no-compile -c constraints.txt -r /dev/stdin
+	@SPECSERVE_REQUIRE_RAY=1 $(PYTEST) --durations=10 tests/server/on_ray tests/cluster/test_certificates.py $(PYTEST_FLAGS)
 
 # Not part of `test`: it installs the clients' packages, each set once, and takes minutes.
 contract: $(STAMP) ## Hold real clients (openai, anthropic, outlines, lm-eval, ...) against the server; CONTRACT_FLAGS="--only llm".

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import yaml
+from cyclopts import CycloptsError
 from prometheus_client.parser import text_string_to_metric_families
 
-from specserve.cli.main import COMMANDS
+from specserve.cli.main import COMMANDS, build_app
+from specserve.errors import ConfigError
 from specserve.server.http.routes import ROUTES
 from specserve.server.metrics import Metrics
 from specserve.server.options import ServeOptions
@@ -265,7 +267,7 @@ def test_kubernetes_asks_what_it_acts_on() -> None:
     paths = {kind: container[kind]["httpGet"]["path"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert paths == {"startupProbe": "/live", "livenessProbe": "/live", "readinessProbe": "/ready"}
     replies = {route.path: set(route.replies) for route in ROUTES if not route.needs_key}
-    assert (replies["/live"], replies["/ready"]) == ({200}, {200, 503})
+    assert (replies["/live"], replies["/ready"]) == ({200, 503}, {200, 503})  # 503: no restart of an engine helps
     (port,) = container["ports"]
     assert {container[kind]["httpGet"]["port"] for kind in paths} == {port["name"]}
     assert port["containerPort"] == ServeOptions().port
@@ -296,6 +298,81 @@ def test_kubernetes_gives_no_rights() -> None:
     assert pod["securityContext"]["runAsNonRoot"] is container["securityContext"]["readOnlyRootFilesystem"] is True
     assert container["securityContext"]["allowPrivilegeEscalation"] is pod["automountServiceAccountToken"] is False
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def kuberay() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The cluster and the service."""
+    cluster, service = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text("utf-8"))
+    return cluster, service
+
+
+def ray_pods() -> dict[str, dict[str, Any]]:
+    """Of the head and of workers, what they run."""
+    spec = kuberay()[0]["spec"]
+    (workers,) = spec["workerGroupSpecs"]
+    return {"head": spec["headGroupSpec"]["template"]["spec"], "worker": workers["template"]["spec"]}
+
+
+def serve_command() -> list[str]:
+    """The words of the server's command, after Ray was started."""
+    (container,) = ray_pods()["head"]["containers"]
+    (script,) = container["args"]
+    return shlex.split(script.split("exec ")[1])
+
+
+def test_the_ray_cluster_has_room_for_the_engines_that_the_server_asks_for() -> None:
+    program, *words = serve_command()
+    assert program == "specserve"
+    command, bound, _ = build_app().parse_args(words, print_error=False, exit_on_error=False)
+    scale, engine = bound.arguments["scale"], bound.arguments["engine"]
+    assert command.__name__ == "serve"
+    assert scale.backend == "ray" and scale.scaling.least > 1
+    cluster, _ = kuberay()
+    (workers,) = cluster["spec"]["workerGroupSpecs"]
+    (container,) = ray_pods()["worker"]["containers"]
+    for_one = engine.threads * engine.tensor_parallel_size
+    assert workers["replicas"] * (int(container["resources"]["limits"]["cpu"]) // for_one) >= scale.scaling.most
+    assert cluster["spec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+
+
+def test_faults_of_the_server_on_ray_are_noticed() -> None:
+    words = serve_command()[1:]
+    for old, new in (("ray", "rays"), ("--min-replicas", "--min-replica"), ("2", "5")):
+        with pytest.raises((CycloptsError, ConfigError)):
+            wrong = [new if word == old else word for word in words]
+            build_app().parse_args(wrong, print_error=False, exit_on_error=False)
+
+
+def test_the_ray_cluster_is_reached_and_asked_where_it_answers() -> None:
+    cluster, service = kuberay()
+    template = cluster["spec"]["headGroupSpec"]["template"]
+    (container,) = template["spec"]["containers"]
+    assert service["spec"]["selector"] == template["metadata"]["labels"]
+    assert [each["targetPort"] for each in service["spec"]["ports"]] == ["http"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert ports["http"] == ServeOptions().port
+    assert container["startupProbe"]["httpGet"]["path"] == "/live"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert template["spec"]["terminationGracePeriodSeconds"] > ServeOptions().drain_timeout_s
+    head = f"127.0.0.1:{ports['gcs-server']}"
+    words = serve_command()
+    assert words[words.index("--ray-address") + 1] == head == container["livenessProbe"]["exec"]["command"][-1]
+    assert f"ray health-check --address {head}" in container["args"][0]
+
+
+@pytest.mark.parametrize("pod", ["head", "worker"])
+def test_the_ray_cluster_gives_no_rights_and_runs_one_image(pod: str) -> None:
+    spec = ray_pods()[pod]
+    (container,) = spec["containers"]
+    user = spec["securityContext"]
+    assert f"{user['runAsUser']}:{user['runAsGroup']}" == dict(instructions(DOCKERFILE))["USER"]
+    assert user["runAsNonRoot"] is container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert container["securityContext"]["allowPrivilegeEscalation"] is spec["automountServiceAccountToken"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert container["image"] == "specserve-ray"
+    assert "$KUBERAY_GEN_RAY_START_CMD" in container["args"][0]
+    assert [each["name"] for each in spec["volumes"]] == [each["name"] for each in container["volumeMounts"]]
+    assert ("ARG", 'EXTRAS=""') in instructions(DOCKERFILE)
 
 
 def test_prometheus_scrapes_the_server() -> None:

@@ -15,14 +15,18 @@ from specserve.config import DEFAULT_MODEL
 from specserve.errors import ConfigError
 from specserve.server.engine.spawn import EngineSpawner
 from specserve.server.options import ServeOptions
+from specserve.server.scale_options import ScaleOptions
 
 if TYPE_CHECKING:
     ListenOptions = ServeOptions
+    NamedScaleOptions = ScaleOptions
 else:
     ListenOptions = options_type(ServeOptions, "ListenOptions", help_of(ServeOptions, "Operation"))
+    NamedScaleOptions = options_type(ScaleOptions, "NamedScaleOptions", help_of(ScaleOptions, "Operation"))
 
 _ENGINE = NamedEngineOptions()
 _LISTEN = ListenOptions()
+_SCALE = NamedScaleOptions()
 _OF_BOTH = ("model", "grammar_backend")  # options of an engine that its server uses, too
 
 
@@ -30,21 +34,29 @@ def serve(
     model: Model = DEFAULT_MODEL,
     *,
     listen: Annotated[ListenOptions, Parameter(name="*")] = _LISTEN,
+    scale: Annotated[NamedScaleOptions, Parameter(name="*")] = _SCALE,
     engine: Annotated[NamedEngineOptions, Parameter(name="*")] = _ENGINE,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API, until SIGINT or SIGTERM."""
     begun = _process_start()
     with EngineSpawner() as spawner:
-        if listen.engine:
+        if listen.engine and scale.backend == "local":
             _check_engine_options(engine)
-        else:
+        elif scale.backend == "local":
             spawner.prepare()  # before the imports below, which take as long as its own
         from specserve.server.http.run import serve as run
         from specserve.server.logs import configure
 
         options = ServeOptions(**{entry.name: getattr(listen, entry.name) for entry in fields(ServeOptions)})
         configure(options.log_format, options.log_level)
-        run(engine_options(engine, model=model), options, begun, spawner)
+        told = engine_options(engine, model=model)
+        if scale.backend == "local":
+            run(told, options, begun, spawner)
+            return
+        from specserve.server.engine.on_ray import on_ray
+
+        with on_ray(told, options, scale) as (secured, membership):
+            run(told, secured, begun, spawner, membership)
 
 
 def _check_engine_options(engine: NamedEngineOptions) -> None:

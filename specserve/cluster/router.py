@@ -53,6 +53,16 @@ class Load:
         step_ms, token_ms, context_ms, backlog_ms = (1e3 * each for each in seconds)
         return cls(num_open, num_waiting, step_ms, token_ms, context_ms, backlog_ms, num_steps, num_blocks)
 
+    @property
+    def num_shared_steps(self) -> int:
+        """That another completion shares with those that are there."""
+        return _STEPS_OF_WAITING * self.num_waiting + self.num_open - self.num_waiting
+
+    @property
+    def wait_ms(self) -> float:
+        """What those that are there take before another has what it would have alone; 0 where no step was measured."""
+        return self.num_shared_steps * self.step_ms + self.backlog_ms
+
 
 class Router:
     """Remembers which engine got which prompts; what the engines do at the moment it is told with each request.
@@ -93,8 +103,7 @@ class Router:
             cached = self._num_cached(engine, digests)
             num_new = len(prompt_ids) - cached
             prompt_ms[engine] = num_new * (token_ms + context_ms * (cached + num_new / 2))
-            num_steps = _STEPS_OF_WAITING * load.num_waiting + load.num_open - load.num_waiting
-            before = num_steps * (load.step_ms or step_ms) + load.backlog_ms + self._unseen_ms(engine, load)
+            before = load.num_shared_steps * (load.step_ms or step_ms) + load.backlog_ms + self._unseen_ms(engine, load)
             costs[engine] = before + weight * prompt_ms[engine]
         least = min(costs.values())
         chosen = self._of_equals([engine for engine, cost in costs.items() if cost == least], salt)

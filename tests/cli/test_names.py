@@ -72,8 +72,9 @@ def test_every_command_that_reports_something_has_json() -> None:
 def test_drafters_prompts_and_temperatures_have_one_name() -> None:
     names = {name for arguments in ALL.values() for argument in arguments for name in argument.names}
     assert "--drafter" in names
-    assert not names & {"--drafters", "--speculative", "--speculator", "--temperatures", "--quantizations", "--backend"}
-    assert not names & {old for renamed in RENAMED.values() for old in renamed} - {"--model"}
+    assert not names & {"--drafters", "--speculative", "--speculator", "--temperatures", "--quantizations"}
+    assert {name for name in ALL if named(name, "--backend") is not None} == {"serve"}  # where engines run
+    assert not names & {old for renamed in RENAMED.values() for old in renamed} - {"--model", "--backend"}
     for name in ("bench", "bench grid", "bench serve"):
         assert named(name, "--prompts").field_info.default == "demo", name
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeAlias
 
-from specserve.cluster.router import Router
+from specserve.cluster.router import Load, Router
 from specserve.config import EngineConfig
 from specserve.errors import ConfigError, EngineError, InputError, SpecserveError
 from specserve.parallel.address import Address
@@ -78,6 +78,12 @@ class RemoteEngines(ReplicaGroup[RemoteEngine]):
     def num_places(self) -> int:
         """Sequences that run at once in those that take requests."""
         return sum(each.ready.max_num_seqs for each in self._taking() if each.ready is not None)
+
+    @property
+    def loads(self) -> dict[str, Load]:
+        """What those that take requests have to do, by address."""
+        found = {str(each.address): each.load(None) for each in self._taking()}
+        return {address: load for address, load in found.items() if load is not None}
 
     async def wait_until_ready(self) -> Ready:
         """What the first engine said when it was ready. Raises EngineError with the cause when none will be."""
