@@ -41,6 +41,7 @@ DEV_REQUIRES := import tomllib; project = tomllib.load(open("pyproject.toml", "r
   print(*(one for some in (project["dependencies"], *extras) for one in some if not one.startswith(project["name"])), sep="\n")
 GRAMMARS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["xgrammar"], sep="\n")
 RAY := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["ray"], sep="\n")
+DYNAMO := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dynamo"], sep="\n")
 BROWSER := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["browser"], sep="\n")
 RELEASE := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["release"], sep="\n")
 MISSING_TOOLS := $(foreach tool,cmake ninja,$(if $(shell command -v $(tool)),,$(tool)))
@@ -68,7 +69,7 @@ OF_THE_CPU := --ignore=tests/kernels/test_cpu.py tests/kernels tests/models/test
 QUICK := tests/cache tests/drafters tests/speculation tests/engine/test_engine.py tests/sampling/test_noise.py \
   tests/sampling/test_edits.py tests/server/wire tests/test_structure.py tests/docs/test_reference.py tests/test_registry.py
 
-.PHONY: help env demo serve test builds quick check lint types format pytest pytest-avx2 sanitize browser ray contract recipes wheel sdist bare try-wheel pythons clean
+.PHONY: help env demo serve test builds quick check lint types format pytest pytest-avx2 sanitize browser ray dynamo contract recipes wheel sdist bare try-wheel pythons clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -179,6 +180,17 @@ ray: $(STAMP) ## Test engines on the nodes of a Ray cluster, two real ones of th
 	@echo "== two nodes of Ray"
 	@$(BIN)/python -c '$(RAY)' | $(PIP) install --no-compile -c constraints.txt -r /dev/stdin
 	@SPECSERVE_REQUIRE_RAY=1 $(PYTEST) --durations=10 tests/server/on_ray tests/cluster/test_certificates.py $(PYTEST_FLAGS)
+
+# Of what Dynamo requires this takes what its runtime and frontend load, without the tools for planning, one of which comes from
+# an index of its own. Its environment is not ours: it has ours behind it.
+dynamo: $(STAMP) ## Test an engine as a worker of NVIDIA Dynamo, with its runtime and frontend (installs these).
+	@echo "== a worker of Dynamo"
+	@test -x build/dynamo/bin/python || $(PYTHON) -m venv build/dynamo
+	@$(BIN)/python -c '$(DYNAMO)' | sed 'p; s/ai-dynamo/ai-dynamo-runtime/' | \
+	  $(PIP) --python build/dynamo/bin/python install --no-compile --no-deps -r /dev/stdin uvloop pyzmq
+	@ours="$$($(BIN)/python -c '$(SITE_PACKAGES)')" && echo "import site; site.addsitedir('$$ours')" > \
+	  "$$(build/dynamo/bin/python -c '$(SITE_PACKAGES)')/ours.pth"
+	@SPECSERVE_REQUIRE_DYNAMO=1 build/dynamo/bin/python -m pytest -q -p no:cacheprovider tests/cli/test_dynamo.py $(PYTEST_FLAGS)
 
 # Not part of `test`: it installs the clients' packages, each set once, and takes minutes.
 contract: $(STAMP) ## Hold real clients (openai, anthropic, outlines, lm-eval, ...) against the server; CONTRACT_FLAGS="--only llm".

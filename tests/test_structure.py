@@ -76,6 +76,7 @@ CONFIG_FIELDS_LIMIT = 29
 FUNCTION_LIMITS = {"median": 10, "p90": 26, "max": 60}
 FILE_LIMIT = 400
 _OURS = "specserve"
+IMPORTED_AS = {"dynamo": "ai-dynamo"}  # packages of distributions that have another name and may be absent
 FORBIDDEN_NAMES = ("utils", "util", "helpers", "helper", "manager", "managers", "common", "misc")
 FORBIDDEN_IMPORTS = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal")
 
@@ -351,7 +352,7 @@ def _distributions_of(package: str) -> set[str]:
     """Who brings a package; for the standard library and our own folders that is us."""
     if package in (_OURS, "tests", *sys.stdlib_module_names):
         return {_OURS}
-    return _distributions(_installed().get(package, [package])) - {_OURS}
+    return _distributions(_installed().get(package, [IMPORTED_AS.get(package, package)])) - {_OURS}
 
 
 @cache

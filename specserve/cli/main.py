@@ -32,6 +32,7 @@ COMMANDS = {
     "serve": ("specserve.cli.serve:serve", "Serve a model over HTTP with OpenAI's API."),
     "engine": ("specserve.cli.engine:engine", "Run a headless engine, for a server elsewhere."),
     "rank": ("specserve.cli.rank:rank", "Compute a part of a model that another host serves."),
+    "dynamo": ("specserve.cli.dynamo:dynamo", "Run an engine as a worker of NVIDIA Dynamo."),
     "run": ("specserve.cli.run:run", "Talk to a model by name, which is fetched if it is not here."),
     "train": ("specserve.cli.train:train", "Train a draft head on what the target writes itself."),
     "bench": ("specserve.cli.bench:bench", "Measure drafters against plain decoding."),

@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from specserve.parallel.address import Address
 from specserve.cluster.launcher import AUTO, End, Joined, Listening, Lost, News, Order, Plan, Start, Unusable, Waiting
 from specserve.machine.lifeline import end_with
+from specserve.parallel.address import Address
 
 T = TypeVar("T")
 _LOOK_S = 0.5  # between two looks for an actor that Ray restarts

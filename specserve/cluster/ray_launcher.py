@@ -14,10 +14,10 @@ from contextlib import suppress
 
 import msgspec
 
-from specserve.parallel.address import Address
 from specserve.cluster.launcher import AUTO, End, Lost, News, Order, Plan, Start, Unusable
 from specserve.errors import ConfigError
 from specserve.machine.lifeline import without_interrupts
+from specserve.parallel.address import Address
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0

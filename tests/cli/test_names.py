@@ -20,7 +20,7 @@ SMALL = ("--dtype", "float32", "--kv-cache-gib", "0.01", "--max-model-len", "102
 # What takes no model, and whose first argument is something else.
 WITHOUT_MODEL = {"completion", "top", "list", "ps", "bench replay", "grammar list", "grammar show"}
 WITH_ARGUMENTS = {"generate", "train", "grammar check", "bench serve"}
-REPORTS_NOTHING = {"serve", "engine", "rank", "chat", "completion"}
+REPORTS_NOTHING = {"serve", "engine", "rank", "dynamo", "chat", "completion"}
 
 
 @pytest.fixture
