@@ -187,7 +187,7 @@ def test_a_replica_that_dies_ends_its_own_requests_only(
         for answers in running:
             await anext(aiter(answers))
         theirs = [answers.outputs[0].request_id in replicas._replicas[1].client._open for answers in running]
-        assert sum(theirs) == 3
+        assert 0 < sum(theirs) < len(theirs), "each has some"
         begun = time.monotonic()
         os.kill(dying, signal.SIGKILL)
 
@@ -213,7 +213,7 @@ def test_a_replica_that_dies_ends_its_own_requests_only(
         found = await asyncio.gather(*(answer(service, prompt, PARAMS[1]) for prompt in PROMPTS))
         assert found == expected[PARAMS[1]]
         assert leftovers() == before
-        assert service.metrics.ended["error"] == 3
+        assert service.metrics.ended["error"] == sum(theirs)
         assert not service.metrics._open, "nothing counts as running that has ended"
 
     shared(play)
