@@ -11,21 +11,25 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from specserve.cli.options import Model
+from specserve.cli.options import GROUPS, Model
 from specserve.config import DEFAULT_MODEL
 from specserve.errors import ConfigError
 from specserve.machine.cores import default_threads
 from specserve.machine.lifeline import without_interrupts
 
-_AGAIN_S = 1.0
+_ENGINE, _AGAIN_S = GROUPS["Engine"], 1.0
 
 
 def rank(
     model: Model = DEFAULT_MODEL,
     *,
-    join: Annotated[str, Parameter(help="HOST:PORT, the --ranks-listen of the model's first process.")],
-    secret_file: Annotated[Path, Parameter(help="File with the secret that both know; at least 16 characters.")],
-    threads: Annotated[int | None, Parameter(help="CPU threads [default: the cores it may use].")] = None,
+    join: Annotated[str, Parameter(group=_ENGINE, help="HOST:PORT, the --ranks-listen of the model's first process.")],
+    secret_file: Annotated[
+        Path, Parameter(group=_ENGINE, help="File with the secret that both know; at least 16 characters.")
+    ],
+    threads: Annotated[
+        int | None, Parameter(group=_ENGINE, help="CPU threads [default: the cores it may use].")
+    ] = None,
 ) -> None:
     """Compute a part of a model whose first process is on another host (--tensor-parallel-size with --ranks-listen),
     until SIGINT or SIGTERM. When that one ends, wait for the next."""

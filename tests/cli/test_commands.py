@@ -73,7 +73,7 @@ ROWS = {
     "chat": Row(ENGINE, SAMPLING | {"-m smollm2-135n": NO_MODEL}),
     "run": Row(ENGINE, SAMPLING | MODEL),
     "serve": Row(
-        "Model Speculation Engine Listening Access Limits Operation",
+        "Model Speculation Engine Listening Access Engines-elsewhere Limits Operation",
         MODEL
         | {
             "--prot 1": (USAGE, "Did you mean --port?"),
@@ -83,6 +83,24 @@ ROWS = {
             "--drafter ngrm": (USAGE, "Did you mean 'ngram'?"),
         },
     ),
+    "engine": Row(
+        "Model Speculation Engine Listening Access Limits Operation",
+        {
+            "": (USAGE, "--secret-file is missing"),
+            "--model": (USAGE, "--model needs a value."),
+            "--listen nowhere": (USAGE, "--listen is 'nowhere'; it must be HOST:PORT"),
+            "--secret-file nosuch": (USAGE, "--secret-file nosuch cannot be read: No such file or directory."),
+        },
+    ),
+    "rank": Row(
+        "Model Engine",
+        {
+            "": (USAGE, "specserve rank needs --join: HOST:PORT, the --ranks-listen of the model's first process."),
+            "--join a:1": (USAGE, "specserve rank needs --secret-file: File with the secret that both know"),
+            "--join a:1 --secret-file nosuch": (USAGE, "--secret-file nosuch cannot be read: No such file"),
+        },
+    ),
+    "dynamo": Row("Model Speculation Engine Operation", {"--namespce x": (USAGE, "Did you mean --namespace?")}),
     "train": Row(
         "Arguments Model Text Head Training Output",
         {
@@ -171,7 +189,7 @@ ROWS = {
         | MODEL
         | {"": (USAGE, "specserve inspect needs --model: ")},
     ),
-    "doctor": Row("Model Output", JSON | {"--isa avx9": (USAGE, "Did you mean 'avx2' or 'avx512'?")}),
+    "doctor": Row("Model Engine Output", JSON | {"--isa avx9": (USAGE, "Did you mean 'avx2' or 'avx512'?")}),
     "completion": Row("Arguments", {"fsh": (USAGE, 'Did you mean "fish"?')}),
 }
 ERRORS = [(name, words) for name, row in ROWS.items() for words in row.errors]
