@@ -60,6 +60,7 @@ OF_LOGIC := broken_kv compiling counters drafter_contract executor explained iso
   priority reasoning scheduler scored_prompts shared_drafts structured_bugs
 OF_THE_CPU := --ignore=tests/kernels/test_cpu.py tests/kernels tests/models/test_architectures.py tests/models/test_heads.py \
   tests/models/test_real_logits.py tests/parallel/test_sharding.py \
+  tests/parallel/test_pipeline_parallel.py::test_stages_have_the_bits_of_one_process \
   tests/checkpoint/test_packed.py::test_a_second_start_reads_no_tensor_and_has_the_same_bits \
   tests/checkpoint/test_packed.py::test_kernels_that_pack_otherwise_have_another_layout \
   tests/engine $(patsubst %,--ignore=tests/engine/test_%.py,$(OF_LOGIC)) \

@@ -41,11 +41,11 @@ class JoinedRanks(Ranks):
                 missing -= 1
         self._own = self._connections[0].own_host
 
-    def load(self, folder: Path, max_len: int | None, threads: int) -> None:
+    def load(self, folder: Path, dtype: str, max_len: int | None, threads: int) -> None:
         """Each from the files of its own host, with its own number of threads."""
         size = self.layout.size
         store = meeting_place(self._own, size)
-        self._send_load(folder, max_len, threads, store.port)
+        self._send_load(folder, dtype, max_len, threads, store.port)
         try:
             gather = GlooGather(store, self._own, 0, size)
         except RuntimeError as error:

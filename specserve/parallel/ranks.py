@@ -106,14 +106,14 @@ class Ranks:
                 self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited))
         self._connections.append(Connection(own, Reply))
 
-    def load(self, folder: Path, max_len: int | None, threads: int) -> None:
-        """Let them load their parts."""
-        self._send_load(folder, max_len, threads)
+    def load(self, folder: Path, dtype: str, max_len: int | None, threads: int) -> None:
+        """Let them load their parts. `dtype` as it was asked for: "auto" may be another for weights than for KV."""
+        self._send_load(folder, dtype, max_len, threads)
 
-    def _send_load(self, folder: Path, max_len: int | None, threads: int, port: int = 0) -> None:
+    def _send_load(self, folder: Path, dtype: str, max_len: int | None, threads: int, port: int = 0) -> None:
         ops, layout = self._ops, self.layout
         stages = [(each.start, each.stop) for each in layout.stages]
-        dtype, isa = str(ops.dtype).removeprefix("torch."), ops.instruction_set or "auto"
+        isa = ops.instruction_set or "auto"
         where = str(folder.resolve())
         for rank, connection in enumerate(self._connections, 1):
             connection.send(

@@ -37,7 +37,7 @@ def start_ranks(config: EngineConfig, folder: Path, ops: Ops, threads: int, puls
     check_memory(spec, ops, free_memory(ops.device))
     ranks = _begun(config, folder, layout, spec, ops, pulse)
     try:
-        ranks.load(folder, max_len, threads)
+        ranks.load(folder, config.dtype, max_len, threads)
     except BaseException:
         ranks.close()
         raise
