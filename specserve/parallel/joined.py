@@ -16,9 +16,11 @@ from pathlib import Path
 import msgspec
 import torch
 
+from specserve.cache.sizing import GIB, free_memory
+from specserve.cache.storage import KVStorage
 from specserve.checkpoint import catalog
 from specserve.checkpoint.identity import model_digest
-from specserve.errors import ConfigError, SpecserveError
+from specserve.errors import CapacityError, ConfigError, SpecserveError
 from specserve.machine.lifeline import end_with
 from specserve.machine.pulse import Pulse
 from specserve.parallel.address import Address
@@ -26,11 +28,26 @@ from specserve.parallel.gloo import GlooGather, meeting_place_at
 from specserve.parallel.handshake import LinkError, Welcome
 from specserve.parallel.hosts import join
 from specserve.parallel.layout import Layout, private_memory
-from specserve.parallel.messages import Load
+from specserve.parallel.messages import Begin, Load
 from specserve.parallel.rank import Rank, serve
 from specserve.parallel.security import read_secret
 
 _log = logging.getLogger(__name__)
+
+
+class JoinedRank(Rank):
+    """A Rank whose memory is that of another host than the first process's, which has sized the KV cache by its own."""
+
+    def begin(self, begin: Begin) -> None:
+        """Raises CapacityError, too."""
+        shapes = self._model.spec.kv_shapes
+        needed = begin.num_blocks * KVStorage.bytes_per_block(shapes, begin.block_size, self._ops.kv_dtype)
+        if needed > (free := free_memory(self._ops.device)):
+            raise CapacityError(
+                f"The KV cache of a process that joined needs {needed / GIB:.2f} GiB on its host, and "
+                f"{free / GIB:.2f} GiB are free there. Give the first process a smaller --kv-cache-gib."
+            )
+        super().begin(begin)
 
 
 def run(address: Address, secret: bytes, folder: Path, threads: int) -> None:
@@ -49,11 +66,11 @@ def run(address: Address, secret: bytes, folder: Path, threads: int) -> None:
     except LinkError as error:
         raise ConfigError(f"The model at {address} cannot be joined. {error}") from error
 
-    def make(load: Load) -> Rank:
+    def make(load: Load) -> JoinedRank:
         _log.info("Process %d of %d of the model at %s.", load.rank, load.width, address)
         here = msgspec.structs.replace(load, folder=str(folder), threads=threads)
         gather = GlooGather(meeting_place_at(address.host, load.port, load.width), own, load.rank, load.width)
-        return Rank(here, private_memory(Layout(load.width, (range(1),))), Pulse(), None, gather)
+        return JoinedRank(here, private_memory(Layout(load.width, (range(1),))), Pulse(), None, gather)
 
     with torch.inference_mode():
         serve(connection, make)

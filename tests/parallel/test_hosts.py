@@ -16,20 +16,26 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from specserve import EngineConfig, SamplingParams
+from specserve.cache.storage import KVStorage
 from specserve.checkpoint.weights import Weights
-from specserve.errors import ConfigError, EngineError
-from specserve.parallel import hosts
+from specserve.errors import CapacityError, ConfigError, EngineError
+from specserve.models.loader import native_spec
+from specserve.parallel import hosts, joined
 from specserve.parallel.address import Address
 from specserve.parallel.handshake import PREAMBLE, LinkError, engine_handshake, server_handshake
 from specserve.parallel.hosts import Gate, SealedConnection, join, shake
-from specserve.parallel.messages import AddWeights, Command, DropAdapter, Weights as Sent
+from specserve.parallel.joined import JoinedRank
+from specserve.parallel.messages import AddWeights, Begin, Command, DropAdapter, Weights as Sent
 from specserve.server.engine.process import _check_device
 from specserve.testing import write_adapter, write_tiny_model
+from tests.models.test_architectures import make_ops
 from tests.parallel.test_tensor_parallel import GREEDY, PROMPTS, answers, make, pytestmark as pytestmark
 
 SECRET = b"a secret of twenty characters"
@@ -100,14 +106,20 @@ def test_they_say_what_processes_of_one_host_say(tiny: Path, secret: Path, other
     others.start(tiny, secret, port, 2)
     shapes = {name: info.shape for name, info in Weights(tiny).infos.items()}
     adapter = write_adapter(tmp_path / "a", shapes, 3, ("q_proj", "o_proj", "down_proj", "lm_head"))
-    for options in ({"drafter": "ngram"}, {"drafter": "suffix", "quantization": "int8", "dtype": "auto"}):
-        found = []
+    whole = KVStorage.bytes_per_block(native_spec(tiny).kv_shapes, 16, torch.float32)
+    for options in (
+        {"drafter": "ngram", "kv_cache_gib": 60 * whole / 2**30},
+        {"drafter": "suffix", "quantization": "int8", "dtype": "auto"},
+    ):
+        found, num_blocks = [], []
         for where in ({}, apart(port, secret)):
             with make(tiny, 3, max_loras=1, **options, **where) as llm:
+                num_blocks.append(llm.engine.executor.num_blocks)
                 found.append(answers(llm))
                 llm.load_adapter("a", adapter)
                 found[-1] += answers(llm, adapter="a")
         assert found[0] == found[1]
+        assert "kv_cache_gib" not in options or num_blocks[1] > 1.5 * num_blocks[0], "each host has memory of its own"
     assert len(re.findall(r"Process [12] of 3 of the model at 127\.0\.0\.1", others.said)) == 4
 
 
@@ -171,6 +183,14 @@ def test_replicas_are_refused(secret: Path) -> None:
     _check_device(config, 1)
     with pytest.raises(ConfigError, match="--data-parallel-size is 2, and processes that join"):
         _check_device(config, 2)
+
+
+def test_a_cache_that_another_host_has_no_room_for_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = object.__new__(JoinedRank)
+    rank._model, rank._ops = SimpleNamespace(spec=native_spec(tiny)), make_ops("native-float32")
+    monkeypatch.setattr(joined, "free_memory", lambda device: 2**20)
+    with pytest.raises(CapacityError, match=r"0\.00 GiB are free there. Give the first process a smaller"):
+        rank.begin(Begin(10**6, 16, 16, 16, 0, 64, []))
 
 
 @pytest.fixture
