@@ -14,9 +14,11 @@ import specserve.kernels._native as _native
 from specserve.kernels._cpu_adapters import NO_ADAPTERS
 from specserve.kernels._cpu_base import ACTIVATIONS, Activation, Base
 from specserve.kernels._cpu_cache import zeros
+from specserve.kernels._cpu_peers import CpuExpertPeers
 from specserve.kernels._cpu_rows import TILE, alternating, at, pad, padded
 from specserve.kernels._cpu_weights import FLOAT32, PackedWeight, pack_tiles
 from specserve.ops.packing import Lazy, PackedCache, Source, Weight, by_rows, loaded, uncached
+from specserve.ops.peers import ExpertPeers
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,18 @@ class Experts(Base):
             len(gates),
             size,
             outputs,
+        )
+
+    def some_experts(self, weights: _Experts, own: range) -> _Experts:
+        gated, down = (each.view(weights.number, -1)[own.start : own.stop] for each in weights.memory)
+        inputs, size = weights.gate_up.inputs, weights.size
+        return _Experts(
+            _native.weight(self._format, 2 * pad(size), inputs, gated.data_ptr()),
+            _native.weight(self._format, weights.outputs, size, down.data_ptr()),
+            (gated, down),
+            len(own),
+            size,
+            weights.outputs,
         )
 
     def _tiles(self, kind: str, form: int, weights: Sequence[Source], cached: PackedCache) -> Tensor:
@@ -117,6 +131,32 @@ class Experts(Base):
             program.experts(
                 routing.chosen.data_ptr(), routing.weights.data_ptr(), share, at(shared),
                 weights.number, per_token, rows, num_active.data_ptr(), order.data_ptr(),
+                x.native, by_pair.native, weights.gate_up,
+                ACTIVATIONS[activation], between.native, weights.down, found.data_ptr(), out.data_ptr(),
+            )  # fmt: skip
+        return out[:, : weights.outputs]
+
+    def peer_experts(
+        self, x: Activation, weights: _Experts, routing: _Routing, activation: str, shared: Tensor | None,
+        first: int, peers: ExpertPeers,
+    ) -> Tensor:  # fmt: skip
+        assert isinstance(peers, CpuExpertPeers), "made by these kernels"
+        rows, per_token = routing.chosen.shape
+        most_pairs = peers.count * peers.most_pairs  # that may all be of these experts
+        by_pair = self._activation("pairs of all", most_pairs, x.width, self._kind)
+        between = self._activation("between of all", most_pairs, weights.size, self._kind)
+        found = self._floats("pairs of all out", most_pairs, weights.outputs)
+        out = self._floats("experts", rows, weights.outputs)
+        counts = self._buffer("active experts and pairs", 1, 2, torch.int64)
+        start = 2 * weights.number + 1 + most_pairs  # of where the pairs of this replica's rows are: in their order
+        order = self._buffer("order of pairs of all", 1, start + rows * per_token, torch.int32)
+        torch.arange(rows * per_token, dtype=torch.int32, out=order[0, start:])
+        share = 0 if routing.share is None else routing.share.data_ptr()
+        with self._program(rows, x, weights, routing, shared, peers, by_pair, between, found, counts, order) as program:
+            program.peer_experts(
+                peers.native, routing.chosen.data_ptr(), routing.weights.data_ptr(), share, at(shared),
+                first, weights.number, per_token,
+                counts.data_ptr(), counts[0, 1:].data_ptr(), order.data_ptr(), most_pairs,
                 x.native, by_pair.native, weights.gate_up,
                 ACTIVATIONS[activation], between.native, weights.down, found.data_ptr(), out.data_ptr(),
             )  # fmt: skip

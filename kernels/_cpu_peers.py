@@ -12,7 +12,7 @@ from torch import Tensor
 import specserve.kernels._native as _native
 from specserve.kernels._cpu_base import Base
 from specserve.kernels._cpu_rows import at
-from specserve.ops.peers import Gather, Peers, Shared
+from specserve.ops.peers import ExpertRows, Gather, Peers, Shared
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +37,37 @@ class CpuPeers:
         return bool(self.native.has_left)
 
 
+class CpuExpertPeers:
+    """Replicas over one piece of memory, which it keeps."""
+
+    def __init__(self, memory: Shared, rank: int, count: int, rows: ExpertRows, kind: int) -> None:
+        self.rank, self.count = rank, count
+        self.most_pairs = rows.max_rows * rows.per_token  # of a replica's rows
+        self._memory = memory
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        sizes = rows.max_rows, rows.per_token, kind, rows.hidden, rows.hidden
+        self.native = _native.ExpertPeers(address, rank, count, *sizes)
+
+    def leave(self) -> None:
+        self.native.leave()
+
+    @property
+    def has_left(self) -> bool:
+        return bool(self.native.has_left)
+
+
 class PeerKernels(Base):  # type: ignore[misc]  # the kernels' package is found at run time
     """The ops of steps that several processes compute together."""
 
     def peers(self, memory: Shared, rank: int, count: int, gather: Gather | None = None) -> CpuPeers:
         return CpuPeers(memory, rank, count, gather)
+
+    def expert_memory(self, count: int, rows: ExpertRows) -> int:
+        sizes = rows.max_rows, rows.per_token, self._kind, rows.hidden, rows.hidden
+        return int(_native.ExpertPeers.size(count, *sizes))
+
+    def expert_peers(self, memory: Shared, rank: int, count: int, rows: ExpertRows) -> CpuExpertPeers:
+        return CpuExpertPeers(memory, rank, count, rows, self._kind)
 
     def sum_peers(self, x: Tensor, peers: Peers) -> Tensor:
         assert isinstance(peers, CpuPeers) and x.dtype == torch.float32, "made by these kernels"

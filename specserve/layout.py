@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from specserve.checkpoint.fitting import WORK_BYTES
 from specserve.errors import CapacityError, ConfigError, SpecserveError
 from specserve.machine.cores import THREADS, default_threads, usable_cores
 from specserve.models.loader import native_spec
-from specserve.models.sharding import Shard, sharded
+from specserve.models.sharding import Shard, divided_experts, sharded
 from specserve.models.spec import DecoderSpec
 from specserve.models.stages import divided
 from specserve.ops import Ops
@@ -25,12 +25,14 @@ Row = tuple[str, str]
 @dataclass(frozen=True, slots=True)
 class Layout:
     """`num_replicas` engines, each of `num_ranks` processes that compute at the same time with `threads` threads; None:
-    a share of the cores. A model's layers are in `num_stages`, each of so many processes, which take turns."""
+    a share of the cores. A model's layers are in `num_stages`, each of so many processes, which take turns. With
+    `divides_experts` each engine has some of the experts."""
 
     num_replicas: int = 1
     num_ranks: int = 1
     threads: int | None = None
     num_stages: int = 1
+    divides_experts: bool = False
 
     @property
     def num_processes(self) -> int:
@@ -60,21 +62,19 @@ def check(
     try:
         spec = native_spec(folder)
     except SpecserveError as error:
-        if layout.num_ranks * layout.num_stages > 1:
+        if layout.num_ranks * layout.num_stages > 1 or layout.divides_experts:
             faults.append(error)
         return [*rows, ("model", f"not looked at: {error}")], faults
-    if layout.num_ranks > 1:
+    parts: list[tuple[str, bool, Callable[[], str]]] = [
+        ("KV heads", layout.num_ranks > 1, lambda: _heads(spec, layout.num_ranks)),
+        ("layers", layout.num_stages > 1, lambda: _stages(spec, layout.num_stages)),
+        ("experts", layout.divides_experts, lambda: _experts(spec, layout.num_replicas)),
+    ]
+    for name, is_asked, divide in parts:
         try:
-            rows.append(("KV heads", _heads(spec, layout.num_ranks)))
+            rows += [(name, divide())] if is_asked else []
         except SpecserveError as error:
-            rows.append(("KV heads", str(error)))
-            faults.append(error)
-    if layout.num_stages > 1:
-        try:
-            stages = divided([1] * spec.num_layers, 0, layout.num_stages)
-            rows.append(("layers", f"{spec.num_layers} in {len(stages)} stages"))
-        except SpecserveError as error:
-            rows.append(("layers", str(error)))
+            rows.append((name, str(error)))
             faults.append(error)
     line, too_large = _memory(layout, spec, ops, free)
     return [*rows, ("memory", line)], [*faults, *([] if too_large is None else [too_large])]
@@ -103,6 +103,18 @@ def _heads(spec: DecoderSpec, num_ranks: int) -> str:
         sharded(spec, shard)
     kinds = dict.fromkeys(layer.attention for layer in spec.layers)
     return "; ".join(" + ".join(str(len(shard.heads(kind)[1])) for shard in shards) for kind in kinds)
+
+
+def _stages(spec: DecoderSpec, num_stages: int) -> str:
+    """Raises ConfigError where there are too few layers."""
+    return f"{spec.num_layers} in {len(divided([1] * spec.num_layers, 0, num_stages))} stages"
+
+
+def _experts(spec: DecoderSpec, num_replicas: int) -> str:
+    """Of each layer, by replica. Raises ConfigError where they cannot be divided."""
+    numbers = dict.fromkeys(mlp.num_experts for mlp in divided_experts(spec, num_replicas))
+    shards = [Shard(rank, num_replicas) for rank in range(num_replicas)]
+    return "; ".join(" + ".join(str(len(shard.of(number))) for shard in shards) for number in numbers)
 
 
 def _memory(layout: Layout, spec: DecoderSpec, ops: Ops, free: int) -> tuple[str, CapacityError | None]:

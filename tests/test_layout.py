@@ -70,6 +70,20 @@ def test_layers_are_divided_into_no_more_stages_than_there_are(folder: Path, ops
     assert "--pipeline-parallel-size is 9" in fault
 
 
+def test_experts_are_divided_among_replicas(folder: Path, tmp_path: Path, ops: Any) -> None:
+    mixtral = write_tiny_model(tmp_path / "mixtral", "mixtral")
+    rows, faults = rows_of(Layout(2, divides_experts=True), mixtral, ops)
+    assert rows["experts"] == "2 + 3"
+    assert not faults
+    for layout, model, words in (
+        (Layout(6, divides_experts=True), mixtral, "--data-parallel-size is 6, and the model has 5 experts"),
+        (Layout(2, divides_experts=True), folder, "this model has no experts"),
+    ):
+        rows, (fault,) = rows_of(layout, model, ops)
+        assert words in fault
+        assert rows["experts"] == fault
+
+
 def test_a_model_that_cannot_be_divided_is_a_fault_only_where_it_is_to_be(tmp_path: Path, ops: Any) -> None:
     other = write_tiny_model(tmp_path / "olmo2", "olmo2")
     assert rows_of(Layout(2, 1), other, ops)[1] == []
@@ -118,6 +132,10 @@ def test_doctor_shows_a_layout_and_ends_with_what_is_wrong_in_it(
     out, err = capsys.readouterr()
     assert "it may be 1, 2, 4" in json.loads(out)["Layout"]["KV heads"]
     assert "it may be 1, 2, 4" in " ".join(err.split())
+    divided = ["doctor", str(folder), "--enable-expert-parallel", "--data-parallel-size=2"]
+    for more, words in (([], "this model has no experts"), (["--tensor-parallel-size=2"], "must be one process")):
+        assert run([*divided, *more]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
     assert run(["doctor", str(folder), "--data-parallel-size=65"]) == 2
     assert "data_parallel_size" in capsys.readouterr().err
 

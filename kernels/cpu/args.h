@@ -276,6 +276,16 @@ struct ExpertsArgs {
   CombineArgs combine;
 };
 
+// Some of a model's experts, `first` and those after it, for the rows of several replicas. `own` has their weights, and
+// room for as many pairs as all replicas' rows may have, which `rows` of its pairs tell as ExpertPeers lays them down;
+// `combine` adds up this replica's own rows.
+struct PeerExpertsArgs {
+  const int32_t* chosen;  // [rows, top_k] of this replica's rows, of all experts
+  int first;
+  int64_t* num_pairs;     // of its experts, in the step that runs
+  ExpertsArgs own;
+};
+
 // Row i is sampled from scores[rows[i]]; `hashed` are the vocabulary's token ids as sampling/noise.py hashes them.
 struct SampleArgs {
   const float* scores;

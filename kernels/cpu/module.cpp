@@ -180,6 +180,20 @@ void bind_program(nb::module_& m) {
                                        at<float>(shared), at<float>(share), at<float>(out)};
              p.experts({pairs, x, in, gate_up, Nonlinear(activation), between, down, at<float>(pairs_out), combine});
            })
+      // As `experts`, where `order` has 2 * experts + 1 numbers, one for each of most_pairs pairs, and 0, 1, 2 and so on, one
+      // for each of the replica's own.
+      .def("peer_experts",
+           [](Program& p, std::shared_ptr<ExpertPeers> peers, Address chosen, Address weights, Address share, Address shared,
+              int first, int experts, int top_k, Address num_active, Address num_pairs, Address order, int64_t most_pairs,
+              const Activation& x, const Activation& in, const Weight& gate_up, int activation, const Activation& between,
+              const Weight& down, Address pairs_out, Address out) {
+             int32_t *active = at<int32_t>(order), *rows = active + 2 * experts + 1, *of_row = rows + most_pairs;
+             const Pairs pairs{nullptr, experts, top_k, at<int64_t>(num_active), active, active + experts, rows, of_row};
+             const CombineArgs combine{peers->found(peers->rank()), down.outputs, top_k, of_row, at<float>(weights),
+                                       at<float>(shared), at<float>(share), at<float>(out)};
+             const ExpertsArgs own{pairs, x, in, gate_up, Nonlinear(activation), between, down, at<float>(pairs_out), combine};
+             p.peer_experts({at<int32_t>(chosen), first, at<int64_t>(num_pairs), own}, std::move(peers));
+           })
       .def("share_broken", [](Program& p, std::shared_ptr<Peers> peers) { p.share_broken(std::move(peers)); })
       .def("sum_peers", [](Program& p, std::shared_ptr<Peers> peers, Address x, int width) {
         p.sum_peers(std::move(peers), at<float>(x), width);
@@ -268,6 +282,19 @@ NB_MODULE(_native, m) {
       .def_static("place_at", &Peers::place_at)
       .def("leave", &Peers::leave)
       .def_prop_ro("has_left", &Peers::has_left);
+  nb::class_<ExpertPeers>(m, "ExpertPeers")
+      .def("__init__",
+           [](ExpertPeers* self, Address memory, int rank, int count, int max_rows, int per_token, int kind, int width, int outputs) {
+             const ExpertPeers::Sizes sizes{max_rows, per_token, Kind(kind), int(padded(width)), int(padded(outputs))};
+             new (self) ExpertPeers(at<void>(memory), rank, count, sizes);
+           })
+      .def_static("size",
+                  [](int count, int max_rows, int per_token, int kind, int width, int outputs) {
+                    const ExpertPeers::Sizes sizes{max_rows, per_token, Kind(kind), int(padded(width)), int(padded(outputs))};
+                    return ExpertPeers::size(count, sizes);
+                  })
+      .def("leave", &ExpertPeers::leave)
+      .def_prop_ro("has_left", &ExpertPeers::has_left);
   m.def("read_bandwidth",
         [](ThreadPool& pool, Address memory, int64_t bytes, int passes) {
           return read_bandwidth(pool, at<uint8_t>(memory), bytes, passes);

@@ -1,5 +1,10 @@
 #include "peers.h"
 
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -7,14 +12,61 @@
 #include "thread_pool.h"
 
 namespace specserve {
+namespace {
+
+constexpr int kTurns = 8192;              // of a Wait, before a process sleeps
+constexpr timespec kLook{0, 100'000'000};  // between two looks of one that sleeps, should nobody be left to wake it
+
+}  // namespace
+
+// Whoever comes is either seen by who is about to sleep, or sees that somebody does.
+void Meeting::meet(uint64_t number) {
+  arrived(rank_).store(number, std::memory_order_seq_cst);
+  if (header().sleeping.load(std::memory_order_seq_cst)) wake();
+  Wait wait;
+  int turns = 0;
+  for (int rank = 0; rank < count_; ++rank)
+    for (; !has_come(rank, number); wait.once())
+      if (++turns == kTurns) return sleep_until_all_have_come(number);
+}
+
+bool Meeting::has_come(int rank, uint64_t number) const {
+  return arrived(rank).load(std::memory_order_seq_cst) >= number || has_left();
+}
+
+void Meeting::sleep_until_all_have_come(uint64_t number) {
+  header().sleeping.fetch_add(1, std::memory_order_seq_cst);
+  for (int rank = 0; rank < count_; ++rank)
+    for (;;) {
+      const uint32_t seen = header().arrivals.load(std::memory_order_seq_cst);
+      if (has_come(rank, number)) break;
+      syscall(SYS_futex, &header().arrivals, FUTEX_WAIT, seen, &kLook, nullptr, 0);
+    }
+  header().sleeping.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+void Meeting::leave() {
+  header().left.store(1, std::memory_order_seq_cst);
+  wake();
+}
+
+void Meeting::wake() const {
+  header().arrivals.fetch_add(1, std::memory_order_seq_cst);
+  syscall(SYS_futex, &header().arrivals, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+}
 
 Peers::Peers(void* memory, int rank, int count, int64_t bytes, Gather gather)
-    : memory_((uint8_t*)memory), rank_(rank), count_(count), bytes_((bytes + 63) / 64 * 64), gather_(std::move(gather)) {}
+    : memory_((uint8_t*)memory),
+      meeting_(memory, rank, count),
+      rank_(rank),
+      count_(count),
+      bytes_((bytes + 63) / 64 * 64),
+      gather_(std::move(gather)) {}
 
 int64_t Peers::size(int count, int64_t bytes) { return place_at(count, bytes, 0, 2); }
 
 int64_t Peers::place_at(int count, int64_t bytes, int rank, int places) {
-  return sizeof(Header) + count * sizeof(Arrived) + (places * count + rank) * ((bytes + 63) / 64 * 64);
+  return Meeting::size(count) + (places * count + rank) * ((bytes + 63) / 64 * 64);
 }
 
 float* Peers::place(int rank, uint64_t meeting) const {
@@ -27,9 +79,7 @@ void Peers::meet(int64_t bytes) {
     if (!has_left() && !gather_(meetings_ & 1, bytes)) leave();
     return;
   }
-  arrived(rank_).meetings.store(meetings_, std::memory_order_release);
-  for (int rank = 0; rank < count_; ++rank)
-    for (Wait wait; arrived(rank).meetings.load(std::memory_order_acquire) < meetings_ && !has_left();) wait.once();
+  meeting_.meet(meetings_);
 }
 
 void Peers::sum(float* x, int64_t count) {

@@ -12,6 +12,39 @@
 
 namespace specserve {
 
+// Where they meet, by number: nobody goes on before all have come to the meeting of that number. Whoever waits long sleeps.
+class Meeting {
+ public:
+  // `memory` is zeros at first, `size(count)` bytes that all have mapped, aligned to 64, and outlives this.
+  Meeting(void* memory, int rank, int count) : memory_((uint8_t*)memory), rank_(rank), count_(count) {}
+  static int64_t size(int count) { return sizeof(Header) + count * sizeof(Arrived); }
+
+  // Numbers go up.
+  void meet(uint64_t number);
+
+  // Nobody waits here any more, now or ever: what is computed from then on is nothing.
+  void leave();
+  bool has_left() const { return header().left.load(std::memory_order_acquire); }
+
+ private:
+  struct alignas(64) Arrived {
+    std::atomic<uint64_t> number;
+  };
+  struct alignas(64) Header {
+    std::atomic<uint32_t> left;
+    std::atomic<uint32_t> sleeping;  // processes, at most
+    std::atomic<uint32_t> arrivals;  // while any sleep, which is what wakes them
+  };
+  Header& header() const { return *(Header*)memory_; }
+  std::atomic<uint64_t>& arrived(int rank) const { return ((Arrived*)(memory_ + sizeof(Header)))[rank].number; }
+  bool has_come(int rank, uint64_t number) const;
+  void sleep_until_all_have_come(uint64_t number);
+  void wake() const;
+
+  uint8_t* memory_;
+  int rank_, count_;
+};
+
 class Peers {
  public:
   // Fills places 0 or 1 of all other ranks, so many bytes of each; false where that cannot be, now or ever.
@@ -37,19 +70,11 @@ class Peers {
   // flags [n]: set where any rank's are.
   void any(std::atomic<bool>* flags, int64_t n);
 
-  // Nobody waits here any more, now or ever: what is computed from then on is nothing.
-  void leave() { header().left.store(1, std::memory_order_release); }
-  bool has_left() const { return header().left.load(std::memory_order_acquire); }
+  // As Meeting has them.
+  void leave() { meeting_.leave(); }
+  bool has_left() const { return meeting_.has_left(); }
 
  private:
-  struct alignas(64) Arrived {
-    std::atomic<uint64_t> meetings;
-  };
-  struct alignas(64) Header {
-    std::atomic<uint32_t> left;
-  };
-  Header& header() const { return *(Header*)memory_; }
-  Arrived& arrived(int rank) const { return ((Arrived*)(memory_ + sizeof(Header)))[rank]; }
   float* place(int rank, uint64_t meeting) const;
   float* own() const { return place(rank_, meetings_ + 1); }      // for the next meeting
   float* of(int rank) const { return place(rank, meetings_); }  // of the last one
@@ -58,6 +83,7 @@ class Peers {
                     float* out, int64_t stride);
 
   uint8_t* memory_;
+  Meeting meeting_;
   int rank_, count_;
   int64_t bytes_;  // of a place, at least 64
   Gather gather_;

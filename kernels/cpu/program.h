@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "args.h"
+#include "expert_peers.h"
 #include "peers.h"
 #include "prefetch.h"
 #include "thread_pool.h"
@@ -113,6 +114,8 @@ class Program {
   void softcap(float* x, int width, float cap);
   void route(const RouteArgs& args);
   void experts(const ExpertsArgs& args);  // several ops
+  // The same for the rows of all replicas, of those experts that this one has. All of them run it, with any rows or none.
+  void peer_experts(const PeerExpertsArgs& args, std::shared_ptr<ExpertPeers> peers);
   void argmax(const float* x, int n, int64_t* best);  // x [rows, n padded]
   void top_k(const TopKArgs& args);
   void draw(const DrawArgs& args);
@@ -195,6 +198,8 @@ class Program {
   void add(const char* name, Op op, int64_t scratch_bytes = 0);
   // Tiles [begin, end) of one expert, the i-th that rows go to, for `rows` pairs from `first` on.
   using RunExpert = std::function<void(int i, int rows, int first, int begin, int end, Ahead& ahead)>;
+  void add_gated_mlps(const ExpertsArgs& args, std::shared_ptr<const Routed> gate_up, std::shared_ptr<const Routed> down);
+  void add_combine(const CombineArgs& args);
   void add_routed(const char* name, std::shared_ptr<const Routed> routed, RunExpert run);
   void attend(const AttentionArgs& args, const Plan& plan, const Plan::Piece& piece, int kv_head, void* scratch, Ahead& ahead);
   std::shared_ptr<const Pass> begin(const Rows& rows);

@@ -25,6 +25,7 @@ def doctor(
     tensor_parallel_size: Annotated[int, _option(ENGINE_HELP["tensor_parallel_size"].text)] = 1,
     pipeline_parallel_size: Annotated[int, _option(ENGINE_HELP["pipeline_parallel_size"].text)] = 1,
     data_parallel_size: Annotated[int, _option(help_of(ServeOptions)["data_parallel_size"].text)] = 1,
+    enable_expert_parallel: Annotated[bool, _option(help_of(ServeOptions)["enable_expert_parallel"].text)] = False,
     threads: Annotated[int | None, _option(ENGINE_HELP["threads"].text)] = None,
     port: Annotated[int | None, _option("Say whether a server could listen on this port.")] = None,
     json_file: JsonFile = None,
@@ -33,12 +34,14 @@ def doctor(
     whether it suits the machine and the model. Loads no weights."""
     from specserve.doctor import Section, as_dict, examine, show
     from specserve.layout import Layout
+    from specserve.server.engine.replicas import check_experts
 
-    EngineConfig(
+    config = EngineConfig(
         tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size, threads=threads
     )
-    ServeOptions(data_parallel_size=data_parallel_size)
-    layout = Layout(data_parallel_size, tensor_parallel_size, threads, pipeline_parallel_size)
+    ServeOptions(data_parallel_size=data_parallel_size, enable_expert_parallel=enable_expert_parallel)
+    check_experts(config, enable_expert_parallel)
+    layout = Layout(data_parallel_size, tensor_parallel_size, threads, pipeline_parallel_size, enable_expert_parallel)
     sections = examine(model, isa, layout=layout if layout.is_divided else None)
     if port is not None:
         options = ServeOptions(port=port)

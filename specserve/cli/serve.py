@@ -42,7 +42,7 @@ def serve(
     with EngineSpawner() as spawner:
         if listen.engine and scale.backend == "local":
             _check_engine_options(engine)
-        elif scale.backend == "local":
+        elif scale.backend == "local" and not listen.enable_expert_parallel:  # whose engines inherit something
             spawner.prepare()  # before the imports below, which take as long as its own
         from specserve.server.http.run import serve as run
         from specserve.server.logs import configure

@@ -32,6 +32,7 @@ from specserve.models.spec import ModelSpec
 from specserve.ops import MOST_TOP_K, Ops
 from specserve.ops.choice import choose_device, choose_ops, warn_of_unbuilt
 from specserve.parallel.kv_transfer import KVFormat, PrefixTransfer
+from specserve.parallel.lockstep import Lockstep
 from specserve.parallel.ranks import Ranks
 from specserve.parallel.start import start_ranks
 from specserve.runtime.cost import ROWS
@@ -99,17 +100,19 @@ def build(
     connect: Connect = lambda local: local,
     num_engines: int = 1,
     pulse: int = -1,
+    lockstep: Lockstep | None = None,
 ) -> Built:
     """Load everything a configuration names. `connect` says what executes steps, given what would in this process;
     `num_engines` are to share the memory; `pulse` is a Pulse's descriptor, for what other processes of the model do
-    while this one waits. Raises ConfigError, ModelError or CapacityError before any request."""
+    while this one waits; with `lockstep` it is one of several replicas, whose experts it has some of. Raises
+    ConfigError, ModelError or CapacityError before any request."""
     drafters = makers(config.drafter, config.drafter_options)  # a wrong name must not cost a model load
     check_backend(config.grammar_backend)
     check_folders(map(AdapterSource.parse, config.lora))
     threads = config.threads or max(1, default_threads() // config.tensor_parallel_size)
     folder, ops = _find(config, threads, progress)
     tokenizer = Tokenizer(folder)
-    model, own, ranks = _load(config, folder, ops, threads, progress, pulse)
+    model, own, ranks = _load(config, folder, ops, threads, progress, pulse, lockstep)
     spec, ops, max_rows = model.spec, model.ops, config.max_num_batched_tokens
     num_adapters = _hold_adapters(model, config)
     max_logit_rows = logit_rows(spec.vocab_size, config.max_num_seqs, max_rows)
@@ -120,7 +123,7 @@ def build(
     _check_needs(config.drafter, host.needs, spec)
     taps, top_k = host.needs.hidden_layers, host.needs.top_k
     shapes = spec.kv_shapes[: len(own)] + context.kv_shapes
-    width = spec.step_width + len(taps) * spec.hidden_size
+    width = spec.step_width + len(taps) * spec.hidden_size + (0 if lockstep is None else lockstep.width)
     taken = step_bytes(max_rows, width, max_logit_rows, spec.vocab_size) + host.needs.memory_bytes
     others = [] if ranks is None else ranks.kv_shapes()  # they are loaded
     mapped = model.num_mapped_bytes + (0 if ranks is None else ranks.num_mapped_bytes)  # counted as free
@@ -130,7 +133,8 @@ def build(
     kv, make, counters = storage.layers[: len(own)], Runner if ranks is None else ranks.runner, Counters()
     runner = make(model, ops, kv, storage.block_size, max_rows, max_logit_rows, taps, top_k)
     sampler = Sampler(spec.vocab_size, config.verification, ops)
-    executor: Executor = connect(local := LocalExecutor(runner, sampler, storage, counters.timed))
+    make_local = LocalExecutor if lockstep is None else lockstep.executor
+    executor: Executor = connect(local := make_local(runner, sampler, storage, counters.timed))
     if ranks is not None:
         executor = ranks.executor(local, num_adapters, config.max_lora_rank)
     cache = KVCache(executor, config.prefix_caching)
@@ -139,10 +143,7 @@ def build(
     adapters = Adapters(executor, num_adapters, heads := AdapterHeads(policy))
     max_step_s = None if config.max_step_ms is None else config.max_step_ms / 1000
     scheduler = Scheduler(cache, config.max_num_seqs, max_rows, spec.max_len, max_logit_rows, max_step_s, adapters)
-    weighing = Weighing(scheduler.cost.decoding) if config.adaptive else None
-    if weighing is not None:  # for drafters that requests name, too
-        scheduler.cost.decoding.begin(step_seconds(executor, ROWS, _TIMING_S))
-    drafting = DraftController(policy, cache, counters.timed, weighing)
+    drafting = DraftController(policy, cache, counters.timed, _weighing(config, scheduler, executor))
     limits = Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids_below(spec.vocab_size))
     compiler = Compiler(
         lambda: vocabulary(tokenizer, spec.vocab_size), config.grammar_backend, max_digits=config.max_number_digits
@@ -169,14 +170,23 @@ def _find(config: EngineConfig, threads: int, progress: bool) -> tuple[Path, Ops
     return folder, ops
 
 
+def _weighing(config: EngineConfig, scheduler: Scheduler, executor: Executor) -> Weighing | None:
+    """For drafters that requests name, too."""
+    if not config.adaptive:
+        return None
+    scheduler.cost.decoding.begin(step_seconds(executor, ROWS, _TIMING_S))
+    return Weighing(scheduler.cost.decoding)
+
+
 def _load(
-    config: EngineConfig, folder: Path, ops: Ops, threads: int, progress: bool, pulse: int
+    config: EngineConfig, folder: Path, ops: Ops, threads: int, progress: bool, pulse: int, lockstep: Lockstep | None
 ) -> tuple[AnyModel, range, Ranks | None]:
     """The model, or this process's part of it, the layers that it has, and the processes of all others."""
-    max_len = config.max_model_len
+    max_len, max_rows = config.max_model_len, config.max_num_batched_tokens
+    peers = None if lockstep is None else lockstep.peers(folder, ops, max_rows)
     ranks = start_ranks(config, folder, ops, threads, pulse)
     if ranks is None:
-        model = load_model(folder, ops, max_len, progress=progress)
+        model = load_model(folder, ops, max_len, progress=progress, expert_peers=peers)
         return model, range(model.spec.num_layers), None
     layers = ranks.layout.layers(0)
     return load_model(folder, ops, max_len, progress=progress, peers=ranks.peers, layers=layers), layers, ranks

@@ -46,6 +46,15 @@ class Peers:
     def leave(self) -> None: ...
     has_left: bool
 
+class ExpertPeers:
+    def __init__(
+        self, memory: int, rank: int, count: int, max_rows: int, per_token: int, kind: int, width: int, outputs: int
+    ) -> None: ...
+    @staticmethod
+    def size(count: int, max_rows: int, per_token: int, kind: int, width: int, outputs: int) -> int: ...
+    def leave(self) -> None: ...
+    has_left: bool
+
 class Verifier:
     def __init__(self, pool: ThreadPool, instruction_set: str) -> None: ...
     def verify(
@@ -214,6 +223,29 @@ class Program:
         max_rows: int,
         num_active: int,
         order: int,
+        x: Activation,
+        by_pair: Activation,
+        gate_up: Weight,
+        activation: int,
+        between: Activation,
+        down: Weight,
+        pairs_out: int,
+        out: int,
+    ) -> None: ...
+    def peer_experts(
+        self,
+        peers: ExpertPeers,
+        chosen: int,
+        weights: int,
+        share: int,
+        shared: int,
+        first: int,
+        experts: int,
+        top_k: int,
+        num_active: int,
+        num_pairs: int,
+        order: int,
+        most_pairs: int,
         x: Activation,
         by_pair: Activation,
         gate_up: Weight,

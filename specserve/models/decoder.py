@@ -17,6 +17,7 @@ from specserve.models.sharding import Shard
 from specserve.models.spec import DecoderSpec
 from specserve.ops import Ops, Peers, Placed, RowAdapters
 from specserve.ops.packing import PackedCache, Weight, uncached
+from specserve.ops.peers import ExpertPeers
 
 _EMBEDDED = -1  # as `tap` counts layers: what enters the first
 
@@ -29,7 +30,8 @@ class Decoder(AdaptedModel):
     With `peers` it is one process's part of a model: `spec` and `weights` are what sharding.py leaves it of the layers,
     all run `forward` on the same rows, and get the same. Whatever else it is asked, it computes alone. With `layers` it
     has no others than these first ones: `run_first` and `scores` are what comes before and after those of other
-    processes."""
+    processes. With `expert_peers` it has its part of the experts, and `forward` waits for these, whose rows its experts
+    compute, too."""
 
     features_width = 0  # it reads tokens alone
 
@@ -41,8 +43,9 @@ class Decoder(AdaptedModel):
         cached: PackedCache = uncached,
         peers: Peers | None = None,
         layers: range | None = None,
+        expert_peers: ExpertPeers | None = None,
     ) -> None:
-        read = WeightReader(spec.shapes(), weights, ops, cached, peers)
+        read = WeightReader(spec.shapes(), weights, ops, cached, peers, expert_peers)
         self._embedding = ops.pack_table(*read.named(TABLE))
         # Rounded as transformers rounds it: Gemma was trained with the scale in the compute dtype.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=ops.dtype))

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from specserve.models.reader import WeightReader
+from specserve.models.sharding import Shard
 from specserve.models.spec import ExpertsMlp, LayerSpec
 from specserve.ops import Ops
 
@@ -17,15 +18,18 @@ class _Mlp(Protocol):
 
 
 class Experts:
-    """The MLP of a layer that has several. `shared` is what every row goes through besides, if there is one."""
+    """The MLP of a layer that has several. `shared` is what every row goes through besides, if there is one. Where
+    other replicas have some of them, `weights` are this one's."""
 
     def __init__(self, read: WeightReader, name: str, layer: LayerSpec, shared: _Mlp | None) -> None:
         assert isinstance(layer.mlp, ExpertsMlp)
         self.spec = layer.mlp
         gate = [f"{name}.shared_expert_gate"] if self.spec.has_shared_gate else []
         self.router = read.router(f"{name}.gate", *gate)  # the gate is one more product with the same rows
-        numbers = range(self.spec.num_experts)
-        self.weights = read.experts(f"{name}.experts", numbers, times=layer.residual.multiplier)
+        self._peers, number = read.expert_peers, self.spec.num_experts
+        own = range(number) if self._peers is None else Shard(self._peers.rank, self._peers.count).of(number)
+        self._first = own.start
+        self.weights = read.experts(f"{name}.experts", number, own, times=layer.residual.multiplier)
         self.shared = shared
 
     def run(self, ops: Ops, x: Any, normed: Callable[[], Tensor], slots: Tensor | None) -> Tensor:
@@ -34,4 +38,6 @@ class Experts:
         spec = self.spec
         routing = ops.route(normed(), self.router, spec.num_experts, spec.per_token, spec.is_normalized)
         shared = None if self.shared is None else self.shared.run(ops, x, normed, slots)
-        return ops.experts(x, self.weights, routing, spec.activation, shared)
+        if self._peers is None:
+            return ops.experts(x, self.weights, routing, spec.activation, shared)
+        return ops.peer_experts(x, self.weights, routing, spec.activation, shared, self._first, self._peers)

@@ -33,6 +33,7 @@ from specserve.models.tensors import AnySpec, CheckedTensors
 from specserve.models.transformers import GenericSpec, TransformersModel
 from specserve.ops import Ops, Peers
 from specserve.ops.packing import PackedCache, Weight, uncached
+from specserve.ops.peers import ExpertPeers
 from specserve.registry import MODELS
 from specserve.terminal import console
 
@@ -60,17 +61,18 @@ def load_model(
     progress: bool = False,
     peers: Peers | None = None,
     layers: range | None = None,
+    expert_peers: ExpertPeers | None = None,
 ) -> AnyModel:
     """The model in `folder` on the device and in the dtype of `ops`, for sequences of up to `max_len` tokens (None: as
     many as the model was made for). Weights that `ops` packs are kept in the cache and, but for the first time, mapped
     from there; `progress` draws a bar on stderr while they are packed. With `peers` it is the part of this process, and
-    with `layers` it has these, the first ones, alone.
+    with `layers` it has these, the first ones, alone; with `expert_peers` it has this replica's part of the experts.
 
     Raises ModelError (unknown architecture, unsupported setting; missing, misshapen or unknown tensor; whatever else is
     wrong with the files) and CapacityError.
     """
     with reading(folder):
-        model = _load(folder, ops, max_len, progress, peers, layers)
+        model = _load(folder, ops, max_len, progress, peers, layers, expert_peers)
     assert not isinstance(model, LaterStage), "layers begin with the first"
     return model
 
@@ -84,7 +86,13 @@ def load_stage(folder: Path, ops: Ops, max_len: int | None, peers: Peers | None,
 
 
 def _load(
-    folder: Path, ops: Ops, max_len: int | None, progress: bool, peers: Peers | None, layers: range | None
+    folder: Path,
+    ops: Ops,
+    max_len: int | None,
+    progress: bool,
+    peers: Peers | None,
+    layers: range | None,
+    expert_peers: ExpertPeers | None = None,
 ) -> AnyModel | LaterStage:
     tensors = check_tensors(folder)
     spec = tensors.spec if max_len is None else shorten(tensors.spec, max_len)
@@ -94,7 +102,7 @@ def _load(
         weights, spec = ShardedWeights(_native(spec), tensors, shard), sharded(_native(spec), shard)
     check_memory(spec, ops, free_memory(ops.device), layers)
     if ops.layout is None or tensors.num_bytes < _WORTH_BYTES:
-        return _checked(_built(spec, weights, ops, uncached, peers, layers), tensors)
+        return _checked(_built(spec, weights, ops, uncached, peers, layers, expert_peers), tensors)
     layout, any_length = ops.layout, repr(dataclasses.replace(spec, max_len=1))
 
     def key() -> Any:
@@ -108,7 +116,7 @@ def _load(
     unpacked = frozenset(name.removesuffix("weight") + "table" for name in tensors.blocks)
     size = sum(size for name, size in _unread(spec, ops, layers)[1].items() if name not in unpacked)
     with PackedWeights(path, folder.resolve(), key, lambda: _bar(progress, size)) as packed:
-        model = _built(spec, weights, ops, _without(unpacked, packed.get), peers, layers)
+        model = _built(spec, weights, ops, _without(unpacked, packed.get), peers, layers, expert_peers)
     model.num_mapped_bytes = packed.num_mapped_bytes
     return _checked(model, tensors)
 
@@ -136,12 +144,13 @@ def _built(
     cached: PackedCache = uncached,
     peers: Peers | None = None,
     layers: range | None = None,
+    expert_peers: ExpertPeers | None = None,
 ) -> AnyModel | LaterStage:
     if isinstance(spec, GenericSpec):
         return TransformersModel(spec, weights, ops, cached)
     if layers is not None and layers.start:
         return LaterStage(spec, weights, ops, cached, peers, layers=layers)
-    return Decoder(spec, weights, ops, cached, peers, layers)
+    return Decoder(spec, weights, ops, cached, peers, layers, expert_peers)
 
 
 def check_tensors(folder: Path) -> CheckedTensors:

@@ -12,11 +12,13 @@ from specserve.models.product import Product
 from specserve.models.spec import LayerNorm, Norm
 from specserve.ops import Ops, Peers
 from specserve.ops.packing import Lazy, PackedCache, Weight, below, cut, reordered, scaled, stacked, uncached
+from specserve.ops.peers import ExpertPeers
 
 
 class WeightReader:
     """Reads tensors that are named as in `shapes`, which has all that the model has. In the cache what is fused has the
-    names of all its parts. With `peers` these are one process's parts of the tensors, and so is what layers compute."""
+    names of all its parts. With `peers` these are one process's parts of the tensors, and so is what layers compute;
+    `expert_peers` have some of the experts of each layer each."""
 
     def __init__(
         self,
@@ -25,8 +27,9 @@ class WeightReader:
         ops: Ops,
         cached: PackedCache = uncached,
         peers: Peers | None = None,
+        expert_peers: ExpertPeers | None = None,
     ) -> None:
-        self.ops, self.peers = ops, peers
+        self.ops, self.peers, self.expert_peers = ops, peers, expert_peers
         self._weights = weights
         self._shapes = shapes
         self._cached = cached
@@ -80,8 +83,14 @@ class WeightReader:
     def router(self, *names: str) -> Any:
         return self.ops.pack_router(self._stacked("weight", *names), below(self._cached, "+".join(names)))
 
-    def experts(self, name: str, numbers: Iterable[int], times: float = 1.0) -> Any:
-        """Gated MLPs of one size, `name`.N each. Their outputs are multiplied."""
+    def experts(self, name: str, number: int, own: range, times: float = 1.0) -> Any:
+        """Of so many gated MLPs of one size, `name`.N each, its `own`. Their outputs are multiplied. The cache has all
+        of them."""
+        if len(own) == number or self._cached is uncached:
+            return self._experts(name, own, times)
+        return self.ops.some_experts(self._experts(name, range(number), times), own)
+
+    def _experts(self, name: str, numbers: Iterable[int], times: float) -> Any:
         numbered = [f"{name}.{number}" for number in numbers]
         gates, ups, downs = (
             [self._stacked("weight", f"{each}.{part}_proj") for each in numbered] for part in ("gate", "up", "down")

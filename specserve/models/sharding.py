@@ -15,6 +15,7 @@ from specserve.models.positions import Alibi
 from specserve.models.spec import AttentionSpec, DecoderSpec, ExpertsMlp, LayerSpec
 from specserve.ops.packing import Weight, cut
 
+EXPERTS_OPTION = "--enable-expert-parallel"
 _OPTION = "--tensor-parallel-size"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(q|k|v|o|gate|up|down)_proj\.(weight|bias)")
 _UNITS = (128, 64, 32, 16, 8, 4, 2, 1)  # features that stay together, the largest that divides them fairly
@@ -107,6 +108,21 @@ def sharded_part(spec: DecoderSpec, name: str, shard: Shard) -> tuple[int, range
     mlp = layer.mlp
     shared = mlp.shared if isinstance(mlp, ExpertsMlp) and "shared" in within else None
     return axis, shard.features(mlp.size if shared is None else shared.size)
+
+
+def divided_experts(spec: DecoderSpec, size: int) -> list[ExpertsMlp]:
+    """The MLPs whose experts so many replicas of a model have some of each, as Shard.of says. Raises ConfigError for a
+    model that has none, or fewer than replicas."""
+    mlps = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, ExpertsMlp)]
+    if not mlps:
+        raise ConfigError(f"{EXPERTS_OPTION}: this model has no experts to divide. Leave the option out.")
+    fewest = min(mlp.num_experts for mlp in mlps)
+    if size > fewest:
+        raise ConfigError(
+            f"--data-parallel-size is {size}, and the model has {fewest} experts in a layer: with {EXPERTS_OPTION} it "
+            f"may be at most {fewest}."
+        )
+    return mlps
 
 
 class ShardedWeights(Mapping[str, Weight]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
@@ -28,6 +29,29 @@ class Peers(Protocol):
     def has_left(self) -> bool: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """What replicas of a model that have some of its experts each lay down for each other."""
+
+    max_rows: int  # of a replica in a step
+    per_token: int  # experts that a row goes to, at most
+    hidden: int  # numbers of a row
+
+
+class ExpertPeers(Protocol):
+    """Replicas of one model with some of its experts each. All of them call the same ops, each with as many rows as it
+    has, or none, and wait in them for the others."""
+
+    rank: int
+    count: int
+
+    def leave(self) -> None:
+        """As Peers.leave."""
+
+    @property
+    def has_left(self) -> bool: ...
+
+
 class PeerOps(Protocol):
     """The part of the op contract that is for them."""
 
@@ -46,11 +70,43 @@ class PeerOps(Protocol):
     def gather_peers(self, x: Tensor, widths: Sequence[int], peers: Peers) -> Tensor:
         """All ranks' x float32 [rows, own width] side by side, whose `widths` these are."""
 
+    def expert_memory(self, count: int, rows: ExpertRows) -> int:
+        """The bytes that so many replicas need to have mapped. Raises ConfigError where there are no kernels for
+        them."""
+
+    def expert_peers(self, memory: Shared, rank: int, count: int, rows: ExpertRows) -> ExpertPeers:
+        """Those that have mapped this memory, which was zeros at first."""
+
+    def some_experts(self, weights: Any, own: range) -> Any:
+        """Of packed experts these, in the same memory; the others are never read."""
+
+    def peer_experts(
+        self, x: Any, weights: Any, routing: Any, activation: str, shared: Tensor | None, first: int, peers: ExpertPeers
+    ) -> Tensor:
+        """As `experts`, with the same bits, where `weights` are this replica's: number `first` and those after it."""
+
 
 class NoPeers:
     """For backends without kernels for them."""
 
     name: str
+
+    def expert_memory(self, count: int, rows: ExpertRows) -> int:
+        raise ConfigError(
+            f"--enable-expert-parallel: the {self.name} kernels divide no experts among replicas; the native ones for "
+            "CPUs do."
+        )
+
+    def expert_peers(self, memory: Shared, rank: int, count: int, rows: ExpertRows) -> ExpertPeers:
+        raise AssertionError("there are no peers")
+
+    def some_experts(self, weights: Any, own: range) -> Any:
+        raise AssertionError("there are no peers")
+
+    def peer_experts(
+        self, x: Any, weights: Any, routing: Any, activation: str, shared: Tensor | None, first: int, peers: ExpertPeers
+    ) -> Tensor:
+        raise AssertionError("there are no peers")
 
     def peers(self, memory: Shared, rank: int, count: int, gather: Gather | None = None) -> Peers:
         raise ConfigError(

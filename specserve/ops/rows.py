@@ -62,7 +62,7 @@ class AttentionRows:
 def padded_tables(block_tables: Sequence[Sequence[int]]) -> NDArray[np.int32]:
     """Side by side, int32 [tables, blocks of the longest], with zeros after the shorter ones. Tables that are arrays of
     the type "i" are copied at once, other ones number by number."""
-    longest = max(map(len, block_tables))
+    longest = max(map(len, block_tables), default=0)
     padded = array("i")
     for blocks in block_tables:
         padded.extend(blocks)

@@ -125,6 +125,7 @@ def _own(service: Service, make: _Maker) -> Iterator[Metric]:
     for name, text, value in (
         ("engine_restarts", "Engines started after one had died.", service.num_restarts),
         ("engine_steps", "Steps of the engine.", engine.num_steps),
+        ("engine_empty_steps", "Steps without rows, for those of other replicas.", engine.num_empty_steps),
         ("engine_step_rows", "Rows of these steps: prompt tokens, last tokens and draft tokens.", engine.num_rows),
         ("drafts_dropped", "Drafts that broke the contract and were not verified.", engine.num_drafts_dropped),
         ("jump_forward_tokens", "Tokens drafted because a grammar forced them.", whole.num_jump_forward_tokens),

@@ -39,6 +39,7 @@ def engine(gauges: Gauges) -> dict[str, Any]:
         },
         "steps": {
             "num_steps": gauges.num_steps,
+            "num_empty_steps": gauges.num_empty_steps,
             "num_rows": gauges.num_rows,
             "num_drafts_dropped": gauges.num_drafts_dropped,
             "seconds": {phase: gauges.seconds[phase] for phase in STEP_PHASES},
@@ -59,6 +60,7 @@ def replicas(all_: Sequence[ReplicaStatus]) -> dict[str, Any]:
             "num_waiting": each.gauges.num_waiting,
             "kv_cache_usage": usage(each.gauges),
             "num_steps": each.gauges.num_steps,
+            "num_empty_steps": each.gauges.num_empty_steps,
             "num_prompts_received": each.gauges.num_prompts_received,
             "prefix_hit_rate": each.gauges.num_prefix_hit_tokens / each.gauges.num_prefix_query_tokens
             if each.gauges.num_prefix_query_tokens

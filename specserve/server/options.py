@@ -37,7 +37,8 @@ class ServeOptions:
     is the one in answers; without any it is the model's. `data_parallel_size`: engines, 1 to 64, that serve the model
     side by side, each with `max_num_seqs` places; the last `prefill_replicas` of them only compute prompts
     for the others, those with at least `prefill_min_tokens` tokens that are not cached, or None where it costs more to
-    compute them than to send their KV. `api_processes`: processes, 1 to 32, that answer HTTP; with one it is
+    compute them than to send their KV; with `enable_expert_parallel` each has some of the model's experts, and all step
+    together. `api_processes`: processes, 1 to 32, that answer HTTP; with one it is
     the one that has the engines. `max_queue`: completions that may wait for the engine beside
     those that run. `max_tokenize_characters`: most of a text that /tokenize and count_tokens take, and of a prompt
     where nothing is known of the fewest tokens that it can have. `scheduling_policy`: requests run as they come
@@ -124,6 +125,10 @@ class ServeOptions:
     data_parallel_size: Annotated[
         int, Help("Engines that serve side by side, each with its share of cores and memory.", "Operation")
     ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        Help("Divide a model's experts among these engines, which then step together.", "Operation"),
+    ] = False
     api_processes: Annotated[
         int, Help("Processes that answer HTTP on this address; they share the engines.", "Operation")
     ] = 1
@@ -200,6 +205,7 @@ class ServeOptions:
         if not isinstance(self.api_processes, int):
             raise ConfigError(f"api_processes is {self.api_processes}; processes are whole.")
         self._check_prefill()
+        self._check_experts()
         self._check_engines()
         between("max_queue", self.max_queue, 0, 2**20)
         for name in ("header_timeout_s", "body_timeout_s", "write_timeout_s", "stall_timeout_s", "start_timeout_s"):
@@ -236,6 +242,20 @@ class ServeOptions:
             if not self.prefill_replicas:
                 raise ConfigError("--prefill-min-tokens says what goes to --prefill-replicas, and there are none.")
             between("prefill_min_tokens", self.prefill_min_tokens, 1, 2**31)
+
+    def _check_experts(self) -> None:
+        if not self.enable_expert_parallel:
+            return
+        if self.data_parallel_size == 1:
+            raise ConfigError(
+                "--enable-expert-parallel divides experts among engines of this machine, and there is one. Give "
+                "--data-parallel-size."
+            )
+        if self.prefill_replicas:
+            raise ConfigError(
+                "--enable-expert-parallel and --prefill-replicas: engines that step together would wait for those that "
+                "compute prompts. Leave one of the two out."
+            )
 
     def _check_engines(self) -> None:
         addresses = [str(Address.parse(each, "--engine")) for each in self.engine]

@@ -60,6 +60,7 @@ OWN = {
     "ready": "gauge",
     "engine_restarts": "counter",
     "engine_steps": "counter",
+    "engine_empty_steps": "counter",
     "engine_step_rows": "counter",
     "drafts_dropped": "counter",
     "jump_forward_tokens": "counter",
@@ -121,7 +122,7 @@ def gauges(**values: Any) -> Gauges:
         "num_running": 2, "num_waiting": 1, "num_free_blocks": 75, "num_blocks": 100, "num_steps": 40, "num_rows": 90,
         "num_advanced": 80, "num_preemptions": 3, "num_prefix_query_tokens": 64, "num_prefix_hit_tokens": 16,
         "num_drafts_dropped": 5, "seconds": seconds, "draft_seconds": {"ngram": 0.25, "suffix": 0.125},
-        "num_adapter_loads": 4, "num_adapter_evictions": 1,
+        "num_adapter_loads": 4, "num_adapter_evictions": 1, "num_empty_steps": 7,
     }  # fmt: skip
     return Gauges(**base | values)
 
@@ -224,6 +225,7 @@ def test_counters_after_a_script(metrics: Metrics, clock: Clock) -> None:
         "ready": 0,
         "engine_restarts_total": 2,
         "engine_steps_total": 40,
+        "engine_empty_steps_total": 7,
         "engine_step_rows_total": 90,
         "drafts_dropped_total": 5,
         "jump_forward_tokens_total": 5,
@@ -574,6 +576,7 @@ def test_stats_after_a_script(metrics: Metrics, clock: Clock) -> None:
         "prefix_cache": {"num_query_tokens": 64, "num_hit_tokens": 16, "hit_rate": 0.25},
         "steps": {
             "num_steps": 40,
+            "num_empty_steps": 7,
             "num_rows": 90,
             "num_drafts_dropped": 5,
             "seconds": {"draft": 0.5, "mask": 0.0, "forward": 3.0, "sample": 0.25, "host": 0.25},

@@ -71,6 +71,13 @@ def test_an_engine_is_left_that_answers() -> None:
     assert ServeOptions(data_parallel_size=2, prefill_replicas=1, prefill_min_tokens=5).prefill_min_tokens == 5
 
 
+def test_experts_are_divided_among_engines_that_step_together() -> None:
+    assert ServeOptions(data_parallel_size=2, enable_expert_parallel=True).enable_expert_parallel
+    assert "Give --data-parallel-size" in refusal(enable_expert_parallel=True)
+    both = refusal(data_parallel_size=2, prefill_replicas=1, enable_expert_parallel=True)
+    assert "--enable-expert-parallel and --prefill-replicas" in both
+
+
 @pytest.mark.parametrize(
     ("name", "value", "hint"),
     [

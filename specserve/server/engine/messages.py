@@ -120,6 +120,7 @@ class Gauges:
     prompt_token_s: float = 0.0  # that a token of a prompt adds to a step; 0: not yet
     context_token_s: float = 0.0  # that it adds for each token that it reads
     backlog_s: float = 0.0  # that the prompts take which are not computed yet
+    num_empty_steps: int = 0  # without rows, for those of other replicas
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):

@@ -1,9 +1,10 @@
 """The engine's process: one thread that obeys commands, steps and reports.
 
-    python -m specserve.server.engine.process SOCKET MEMORY PARENT
+    python -m specserve.server.engine.process SOCKET MEMORY PARENT [REPLICA SHARED BELL ...]
 
 It waits at the descriptor SOCKET, which it has inherited, to be told what to load, counts in the descriptor MEMORY what
-it does inside a step, and ends with the process PARENT, which started it, however that one ends.
+it does inside a step, and ends with the process PARENT, which started it, however that one ends. With REPLICA it is the
+one of that number of replicas that step together: Lockstep says what SHARED and the BELLs of all are.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from specserve.machine.lifeline import end_with
 from specserve.machine.pulse import Pulse
 from specserve.ops.choice import choose_device
 from specserve.parallel.exchange import KVExchange
+from specserve.parallel.lockstep import Lockstep
 from specserve.server.engine.messages import (
     Abort,
     AdapterChanged,
@@ -68,15 +70,19 @@ _IDLE_MS = 1000
 _BEHIND_MS = 10
 _EXPECTING_S = 0.003  # most prompts are tokenized in less
 _LINGER_S = 1.0
+_EMPTY_STEPS_S = 1.0  # between two reports that tell of nothing else
 
 
 class Wire:
     """The engine's end of the socket. A command that is none is dropped: whoever could send one is not ours."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, bell: int | None = None) -> None:
+        """Whoever waits for commands also wakes while there is something to read at `bell`."""
         self._pipe = Pipe(end)
         self._poll = select.poll()
         self._poll.register(self._pipe, select.POLLIN)
+        if bell is not None:
+            self._poll.register(bell, select.POLLIN)
         self._early: list[Command] = []  # came with the configuration
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Command).decode
@@ -92,7 +98,7 @@ class Wire:
         if self._pipe.is_behind:
             self._pipe.flush()
             wait_ms = min(wait_ms, _BEHIND_MS)
-        if not self._poll.poll(wait_ms):
+        if self._pipe.fileno() not in (descriptor for descriptor, _ in self._poll.poll(wait_ms)):
             return []
         try:
             messages = self._pipe.receive()
@@ -125,11 +131,17 @@ class EngineProcess:
     """Carries commands from the wire to the engine, and its events back after each step."""
 
     def __init__(
-        self, wire: Wire, port: LocalPort, pulse: Pulse | None = None, exchange: KVExchange | None = None
+        self,
+        wire: Wire,
+        port: LocalPort,
+        pulse: Pulse | None = None,
+        exchange: KVExchange | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
         self._wire = wire
         self._port = port
-        self._pulse, self._exchange = pulse, exchange
+        self._pulse, self._exchange, self._lockstep = pulse, exchange, lockstep
+        self._num_joined, self._report_at = 0, 0.0  # as reported, and when to again, time.monotonic()
         self._events: list[Event] = []  # not sent yet
         self._stopping = False
         self._num_awaiting = 0  # as reported
@@ -141,11 +153,22 @@ class EngineProcess:
             for command in self._wire.commands(self._wait_ms()):
                 self._obey(command)
             stepped, num_awaiting = self._port.step(), self._port.num_awaiting
-            if stepped or self._events or num_awaiting != self._num_awaiting:
+            has_news = not stepped and self._has_joined()
+            if has_news or stepped or self._events or num_awaiting != self._num_awaiting:
                 self._num_awaiting = num_awaiting
                 self._report()
             if self._pulse is not None and num_awaiting:
                 self._pulse.beat()  # it lives, and waits for another engine
+
+    def _has_joined(self) -> bool:
+        """Takes a step without rows if other replicas have begun one; whether to report such, which is now and then."""
+        if self._lockstep is None:
+            return False
+        self._lockstep.join()
+        if self._lockstep.num_empty_steps == self._num_joined or time.monotonic() < self._report_at:
+            return False
+        self._num_joined, self._report_at = self._lockstep.num_empty_steps, time.monotonic() + _EMPTY_STEPS_S
+        return True
 
     def _wait_ms(self) -> int:
         if time.monotonic() < self._awake_until:
@@ -236,6 +259,7 @@ class EngineProcess:
             prompt_token_s=prompt_token_s,
             context_token_s=context_token_s,
             backlog_s=engine.scheduler.backlog_s,
+            num_empty_steps=0 if self._lockstep is None else self._lockstep.num_empty_steps,
         )
 
 
@@ -262,18 +286,19 @@ def _exchange(built: Built, wire: Wire) -> KVExchange:
     return exchange
 
 
-def main(descriptor: int, memory: int, parent: int) -> int:
+def main(descriptor: int, memory: int, parent: int, *replica: int) -> int:
     """Load, say so, serve. 0 when told to stop; what went wrong is reported before the process ends."""
     end_with(parent)
     sys.setswitchinterval(_SWITCH_S)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may reach the whole group; the other side decides
-    wire = Wire(socket.socket(fileno=descriptor))
+    lockstep = Lockstep(replica[0], replica[1], replica[2:]) if replica else None
+    wire = Wire(socket.socket(fileno=descriptor), None if lockstep is None else lockstep.bell)
     try:
         configure = wire.configuration()
         config = EngineConfig(**configure.options)
         begun = time.perf_counter()
         _check_device(config, configure.num_engines)
-        built = build(config, num_engines=configure.num_engines, pulse=memory)
+        built = build(config, num_engines=configure.num_engines, pulse=memory, lockstep=lockstep)
         built.ops.watch(pulse := Pulse(memory))
         exchange = _exchange(built, wire) if configure.exchanges_kv else None
         loaded = time.perf_counter()
@@ -282,7 +307,7 @@ def main(descriptor: int, memory: int, parent: int) -> int:
         phases = {"load": loaded - begun, "warm-up": time.perf_counter() - loaded}
         gc.freeze()  # what was loaded stays; to look at all of it takes 0.1 s, in which nobody gets a token
         wire.send(_ready(built, config, phases))
-        EngineProcess(wire, port, pulse, exchange).run()
+        EngineProcess(wire, port, pulse, exchange, lockstep).run()
         port.close()
         if exchange is not None:
             exchange.close()
@@ -293,6 +318,8 @@ def main(descriptor: int, memory: int, parent: int) -> int:
         wire.send(Failed(f"{type(error).__name__}: {error}"))
         raise
     finally:
+        if lockstep is not None:
+            lockstep.leave()
         wire.close()
     return 1
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from specserve.adapters import AdapterInfo
@@ -24,6 +25,7 @@ from specserve.server.engine.keeper import State, Timeouts
 from specserve.server.engine.messages import Gauges, Ready
 from specserve.server.engine.spawn import EngineSpawner
 from specserve.server.engine.supervisor import Supervisor
+from specserve.server.engine.together import Together
 from specserve.server.metrics_totals import Engines, ReplicaStatus
 
 _log = logging.getLogger(__name__)
@@ -40,6 +42,9 @@ class Replicas(ReplicaGroup["Replica"]):
     The last `num_prefill` of them compute prompts for the others, which answer: of at least `least_tokens` tokens that
     the engine that answers has not cached, or None, where to compute these costs more than to send their KV. They
     answer requests, too, while no other engine takes any.
+
+    With `divides_experts` each has some of the model's experts, and all step together: they are started at once, and
+    when one's engine is gone those of all are, and are started again.
     """
 
     def __init__(
@@ -51,18 +56,27 @@ class Replicas(ReplicaGroup["Replica"]):
         spawner: EngineSpawner | None = None,
         num_prefill: int = 0,
         least_tokens: int | None = None,
+        divides_experts: bool = False,
     ) -> None:
         self.size, self.num_prefill, self._least_tokens = num_replicas, num_prefill, least_tokens
         self._config = EngineConfig(**options)
         _check_prefill(self._config, num_prefill)
+        check_experts(self._config, divides_experts)
         super().__init__(Router(num_replicas, self._config.block_size))
         self._options = {**options, **_threads_of(self._config, num_replicas)}
         self._observers, self._timeouts = observers, timeouts
         self._prefill_router = Router(num_replicas, self._config.block_size)
         self._transfer_cost = TransferCost()
+        self._have_started = False
         self._num_not_computed = 0  # prompts that were sent elsewhere for nothing
-        self._replicas.append(self._replica(0, num_replicas, spawner))
-        self._begin(self._start_others())
+        self._together = Together(num_replicas) if divides_experts else None
+        if self._together is None:
+            self._replicas.append(self._replica(0, num_replicas, spawner))
+            self._begin(self._start_others())
+        else:
+            for number in range(num_replicas):
+                own = EngineSpawner(partial(self._together.inheritance, number))
+                self._replicas.append(self._replica(number, num_replicas, own))
 
     @property
     def pids(self) -> list[int | None]:
@@ -140,11 +154,27 @@ class Replicas(ReplicaGroup["Replica"]):
         return await self._replicas[0].wait_until_ready()
 
     def became_ready(self, member: Replica) -> None:
-        if len(self._replicas) == 1 and not self.adapters:
-            self.adapters = dict(member.adapters)
+        if not self._have_started:
+            self._have_started, self.adapters = True, dict(member.adapters)
         _log.info("Replica %d of %d is ready.", member.number, self.size)
         self._prefill_router.forget(member.number)
         super().became_ready(member)
+
+    def ended(self, member: Replica, cause: str) -> str:
+        """What those who wait for it are told of the end of a replica's engine."""
+        lost_with = None if self._together is None else self._together.end(member.number)
+        if lost_with is not None:
+            return f"Replica {lost_with}, which has some of the experts, has ended."
+        if self._together is not None:
+            for each in self._replicas:
+                if each is not member:
+                    each.kill()
+        return cause
+
+    async def close(self, hurried: bool = False) -> None:
+        await super().close(hurried)
+        if self._together is not None:
+            self._together.close()
 
     async def _start_others(self) -> None:
         with suppress(SpecserveError):  # `finished` says it
@@ -185,6 +215,9 @@ class Replica(Member, Supervisor):
         self._num_engines = 1
         return {**options, "kv_cache_gib": self.ready.kv_cache_gib}
 
+    async def _run_one(self) -> str:
+        return self._siblings.ended(self, await super()._run_one())
+
     def _may_give_up(self) -> bool:
         return self.ready is None or not self._siblings.takes_requests_without(self)
 
@@ -202,6 +235,15 @@ def _check_prefill(config: EngineConfig, num_prefill: int) -> None:
     if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         raise ConfigError(
             "--prefill-replicas: their models must be in one process each; leave out --tensor-parallel-size and "
+            "--pipeline-parallel-size."
+        )
+
+
+def check_experts(config: EngineConfig, divides_experts: bool) -> None:
+    """Raises ConfigError where replicas cannot have some of the experts each."""
+    if divides_experts and config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "--enable-expert-parallel: each replica must be one process; leave out --tensor-parallel-size and "
             "--pipeline-parallel-size."
         )
 

@@ -6,7 +6,9 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specserve.machine.lifeline import without_interrupts
 from specserve.machine.pulse import Pulse, shared_memory
@@ -22,10 +24,19 @@ class Child:
     pulse: Pulse
 
 
-class EngineSpawner:
-    """Where engines come from: one process after another. A context manager; at its end the process is gone."""
+class Inheritance(NamedTuple):
+    """What the process of a replica has that steps with others: its number, and the descriptors that Lockstep wants."""
 
-    def __init__(self) -> None:
+    rank: int = 0
+    descriptors: tuple[int, ...] = ()
+
+
+class EngineSpawner:
+    """Where engines come from: one process after another. A context manager; at its end the process is gone. Each gets
+    what `inherit` gives when it is started."""
+
+    def __init__(self, inherit: Callable[[], Inheritance] = Inheritance) -> None:
+        self._inherit = inherit
         self._prepared: Child | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -60,13 +71,10 @@ class EngineSpawner:
             pulse = Pulse(memory)
             ours, theirs = socket.socketpair()
             with theirs:
-                inherited = [theirs.fileno(), memory]
-                command = [
-                    sys.executable,
-                    "-m",
-                    "specserve.server.engine.process",
-                    *map(str, [*inherited, os.getpid()]),
-                ]
+                rank, descriptors = self._inherit()
+                given = [theirs.fileno(), memory, os.getpid(), *([rank, *descriptors] if descriptors else [])]
+                command = [sys.executable, "-m", "specserve.server.engine.process", *map(str, given)]
+                inherited = [theirs.fileno(), memory, *descriptors]
                 try:
                     with without_interrupts():
                         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)

@@ -60,6 +60,11 @@ class Supervisor(EngineKeeper):
         """The engine's process, while there is one."""
         return None if self._process is None or self._process.poll() is not None else self._process.pid
 
+    def kill(self) -> None:
+        """End the engine's process, if there is one, as if it had died."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
     def _engine_options(self) -> dict[str, Any]:
         """Of the next engine: with the adapters that the last one had, but for those whose folders have gone."""
         if self.ready is None:

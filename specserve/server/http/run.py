@@ -109,7 +109,7 @@ class _Life:
             self._supervisor = RemoteEngines(options.engine, dialer, metrics.of_replica, timeouts, membership)
         elif num_replicas > 1:
             parts = num_replicas, timeouts, spawner, num_prefill, options.prefill_min_tokens
-            self._supervisor = Replicas(started, metrics.of_replica, *parts)
+            self._supervisor = Replicas(started, metrics.of_replica, *parts, options.enable_expert_parallel)
         else:
             self._supervisor = Supervisor(started, metrics, timeouts, spawner)
         self._spawned = time.perf_counter()
