@@ -71,6 +71,7 @@ class Built:
     loader: AdapterLoader
     runs: str  # how steps are computed, in words
     num_kv_bytes: int  # of the KV cache, in all processes of the model
+    ranks: Ranks | None  # the model's other processes
     summary: str = ""  # one line for people
 
     @property
@@ -89,7 +90,8 @@ class Built:
         """What hands cached prefixes to other engines, and takes theirs. Reads all files of the model and of its draft
         head, to name them, so it is made once, and beside steps. Raises ConfigError where prefix_caching is off."""
         engine, context, own = self.engine, self.engine.policy.context, self.engine.policy.own
-        format = KVFormat.of(self.folder, self.ops, context.spec, context.kv_shapes, context.sources)
+        whole, width = (context.spec, 1) if self.ranks is None else (self.ranks.spec, self.ranks.layout.width)
+        format = KVFormat.of(self.folder, self.ops, whole, context.kv_shapes, context.sources, width)
         return PrefixTransfer(engine.cache, engine.executor, engine.adapters, format, lambda: engine.policy.own is own)
 
 
@@ -150,7 +152,7 @@ def build(
     )
     engine = Engine(executor, cache, scheduler, drafting, limits, counters, partial(ForkedText.begin, tokenizer))
     loader = _load_adapters(engine, heads, config, folder)
-    built = Built(engine, folder, ops, tokenizer, compiler, threads, loader, spec.runs, num_kv_bytes)
+    built = Built(engine, folder, ops, tokenizer, compiler, threads, loader, spec.runs, num_kv_bytes, ranks)
     built.summary = f"{config.model} {_described(built, model, ranks)}; {sizing}{spec.note}"
     return built
 

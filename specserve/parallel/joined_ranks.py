@@ -8,6 +8,7 @@ import threading
 import weakref
 from contextlib import closing
 from pathlib import Path
+from queue import SimpleQueue
 
 from specserve.cache.storage import KVShape
 from specserve.errors import EngineError
@@ -28,9 +29,10 @@ class JoinedRanks(Ranks):
 
     def __init__(self, layout: Layout, spec: DecoderSpec, ops: Ops, gate: Gate) -> None:
         """Waits for them."""
-        self.layout, self._spec, self._ops = layout, spec, ops
+        self.layout, self.spec, self._ops = layout, spec, ops
         self.num_mapped_bytes, self._link = 0, None
         self._failure, self._has_lost = "", threading.Event()
+        self._read = [SimpleQueue() for _ in range(1, layout.size)]
         self._connections, self._processes, self._groups = [], [], []
         self._finalizer = weakref.finalize(self, end_ranks, self._processes, self._connections, None, None)
         missing = layout.size - 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence as Many
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from specserve.parallel.frame import (
 from specserve.runtime.executor import Executor
 from specserve.types import Sequence
 
+_log = logging.getLogger(__name__)
 _WEIGHTS = ("config.json", "quant*_config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 # By dtype: numbers as integers, and the bits of the exponent, which are all set in what is NaN or infinite.
 _EXPONENTS = {"float32": ("<u4", 0x7F800000), "bfloat16": ("<u2", 0x7F80), "float16": ("<u2", 0x7C00)}
@@ -72,12 +74,15 @@ class KVFormat:
         target: ModelSpec,
         draft: list[KVShape],
         heads: Iterable[tuple[str, Path]],
+        width: int = 1,
     ) -> KVFormat:
-        """Of the target in a folder, and of what drafts with KV of its own, with the folders that it was read from."""
+        """Of the whole target in a folder, whose layers so many processes compute together, and of what drafts with KV
+        of its own, with the folders that it was read from."""
+        together = f"--tensor-parallel-size {width}" if width > 1 else ""  # which adds in another order
         words = ops.name, ops.instruction_set, str(ops.dtype).removeprefix("torch."), ops.quantization, target.note
         return cls(
             model=digest_of([("target", folder)]),
-            numerics=" ".join(word for word in words if word),
+            numerics=" ".join(word for word in (*words, together) if word),
             dtype=msgspec.convert(str(ops.kv_dtype).removeprefix("torch."), DType),
             target=[(*shape,) for shape in target.kv_shapes],
             draft=[(*shape,) for shape in draft],
@@ -119,6 +124,7 @@ class PrefixTransfer:
             raise ConfigError("Prefixes are handed on from the prefix cache, and prefix_caching is off. Switch it on.")
         self.format = format
         self._cache, self._executor, self._adapters, self._head_drafts = cache, executor, adapters, head_drafts
+        self._dropped = ""  # the head whose KV was dropped last
 
     def export_prefix(self, tokens: Many[int], salt: bytes = b"", adapter: str | None = None) -> bytes | None:
         """A frame of the full blocks that are cached of a prompt's first tokens, None where there are none. Raises
@@ -213,7 +219,12 @@ class PrefixTransfer:
 
     def _readable(self, header: Header, data: list[memoryview]) -> list[tuple[memoryview, bool]]:
         """Each block of a frame as far as it is for this engine, and whether that is KV of a draft head, too."""
-        num_drafted = header.num_drafted // header.block_size if header.head == self._head() != "" else 0
+        own = self._head()
+        num_drafted = header.num_drafted // header.block_size if header.head == own != "" else 0
+        if header.num_drafted and header.head not in (own, self._dropped):
+            self._dropped = header.head
+            ours = f"another one ({own[:12]})" if own else "none"
+            _log.info("KV of draft head %s is dropped: this engine drafts with %s.", header.head[:12], ours)
         return [
             (block, True) if i < num_drafted else (block[: header.target_bytes], False)
             for i, block in enumerate(data, start=header.first_block)

@@ -102,6 +102,19 @@ class CopySlots(msgspec.Struct, tag="copy", array_like=True):
     targets: list[int]
 
 
+class ReadBlocks(msgspec.Struct, tag="read_blocks", array_like=True):
+    """Say what these blocks hold, with Blocks."""
+
+    ids: list[int]
+
+
+class WriteBlocks(msgspec.Struct, tag="write_blocks", array_like=True):
+    """Let these blocks hold that, one after the other."""
+
+    ids: list[int]
+    data: bytes
+
+
 class Weights(msgspec.Struct, array_like=True):
     """A LowRank, float32."""
 
@@ -138,6 +151,12 @@ class Done(msgspec.Struct, tag="done"):
     num_mapped_bytes: int = 0
 
 
+class Blocks(msgspec.Struct, tag="blocks"):
+    """What ReadBlocks asked for, one block after the other."""
+
+    data: bytes
+
+
 class HandOn(msgspec.Struct, tag="hand_on"):
     """From one stage to the next: a step's states are there. `broken` are rows whose KV is not what the model
     computed, in any stage so far."""
@@ -152,8 +171,20 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-Command = Load | Begin | Show | Run | CopySlots | AddWeights | LoadAdapter | DropAdapter | PlaceAdapter
-Reply = Done | Failed
+Command = (
+    Load
+    | Begin
+    | Show
+    | Run
+    | CopySlots
+    | ReadBlocks
+    | WriteBlocks
+    | AddWeights
+    | LoadAdapter
+    | DropAdapter
+    | PlaceAdapter
+)
+Reply = Done | Blocks | Failed
 
 
 class Connection:

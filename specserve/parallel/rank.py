@@ -18,6 +18,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,14 @@ from specserve.models.loader import load_model, load_stage
 from specserve.models.product import LowRank
 from specserve.models.stages import LaterStage
 from specserve.ops import Ops, Peers
+from specserve.ops.blocks import read_blocks, write_blocks
 from specserve.ops.choice import choose_ops
 from specserve.ops.peers import Gather
 from specserve.parallel.layout import Layout, ModelMemory
 from specserve.parallel.messages import (
     AddWeights,
     Begin,
+    Blocks,
     Command,
     Connection,
     CopySlots,
@@ -49,9 +52,11 @@ from specserve.parallel.messages import (
     Load,
     LoadAdapter,
     PlaceAdapter,
+    ReadBlocks,
     Run,
     Show,
     Weights,
+    WriteBlocks,
 )
 from specserve.parallel.stages import FirstRunner, LaterRunner, Link, Pipeline, StageRunner
 from specserve.runtime.runner import Runner
@@ -102,7 +107,8 @@ class Rank:
             return FirstRunner(model, ops, kv, begin.block_size, rows, begin.max_logit_rows, (), 0, pipeline)
         return LaterRunner(StageRunner(model, ops, kv, begin.block_size, rows, tuple(begin.shown), states), pipeline)
 
-    def obey(self, command: Command) -> None:
+    def obey(self, command: Command) -> Blocks | None:
+        """Returns what the first process asked for."""
         match command:
             case Run():
                 self._runner.start(command.step())
@@ -112,6 +118,12 @@ class Rank:
                 self._runner.show(tuple(command.layers))
             case CopySlots():
                 self._storage.copy_slots(command.sources, command.targets)
+            case ReadBlocks():
+                storage = self._storage
+                return Blocks(b"".join(read_blocks(self._ops, storage.layers, storage.block_size, command.ids)))
+            case WriteBlocks():
+                storage, data = self._storage, [command.data]  # which it joins
+                write_blocks(self._ops, storage.layers, storage.block_size, command.ids, data)
             case AddWeights():
                 self._coming[command.digest][command.layer] = _low_rank(command.weights)
             case LoadAdapter():
@@ -125,6 +137,7 @@ class Rank:
             case PlaceAdapter():
                 packed = None if command.digest is None else self._adapters[command.digest].result()
                 self._model.place_adapter(command.slot, packed)
+        return None
 
     @property
     def num_mapped_bytes(self) -> int:
@@ -147,7 +160,9 @@ def serve(connection: Connection, make: Callable[[Load], Rank]) -> None:
         while True:
             command = connection.receive()
             try:
-                rank.obey(command)
+                if (found := rank.obey(command)) is not None:
+                    with suppress(OSError):  # it has ended, as the next command says
+                        connection.send(found)
             except EOFError:  # the process before it has ended, which the first one hears, and ends this one
                 threading.Event().wait()
     except EOFError:

@@ -12,13 +12,14 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from torch import Tensor
 
 from specserve import errors
 from specserve.cache.storage import KVShape
-from specserve.errors import ConfigError, EngineError, SpecserveError
+from specserve.errors import EngineError, SpecserveError
 from specserve.machine.lifeline import without_interrupts
 from specserve.models.adapted import adapter_bytes, check_adapted
 from specserve.models.decoder import Decoder
@@ -28,10 +29,12 @@ from specserve.models.sharding import sharded, sharded_part
 from specserve.models.spec import DecoderSpec
 from specserve.models.stages import number_of
 from specserve.ops import Ops, Peers
+from specserve.parallel.blocks import BlockParts, DividedBlocks
 from specserve.parallel.layout import Layout, ModelMemory
 from specserve.parallel.messages import (
     AddWeights,
     Begin,
+    Blocks,
     Command,
     Connection,
     CopySlots,
@@ -54,10 +57,6 @@ from specserve.runtime.runner import Runner
 
 _log = logging.getLogger(__name__)
 _END_S = 2.0
-_NO_BLOCKS = (
-    "KV is read from, and written to, models in one process alone: leave out --tensor-parallel-size and "
-    "--pipeline-parallel-size."
-)
 
 
 class Ranks:
@@ -65,9 +64,10 @@ class Ranks:
     however it ends."""
 
     def __init__(self, layout: Layout, spec: DecoderSpec, ops: Ops, max_rows: int, pulse: int) -> None:
-        self.layout, self._spec, self._ops = layout, spec, ops
+        self.layout, self.spec, self._ops = layout, spec, ops
         self.num_mapped_bytes = 0  # of the others' weights, once they are loaded
         self._failure, self._has_lost = "", threading.Event()
+        self._read = [SimpleQueue[bytes | None]() for _ in range(1, layout.size)]
         descriptor = os.memfd_create("specserve-ranks")
         os.ftruncate(descriptor, ModelMemory.num_bytes(layout, max_rows, spec.hidden_size))
         self._memory = ModelMemory(descriptor, layout)
@@ -126,7 +126,7 @@ class Ranks:
         layout, shapes = self.layout, list[KVShape]()
         for rank in range(1, layout.size):
             layers = layout.layers(rank)
-            shapes += sharded(self._spec, layout.shard(rank)).kv_shapes[layers.start : layers.stop]
+            shapes += sharded(self.spec, layout.shard(rank)).kv_shapes[layers.start : layers.stop]
         return shapes
 
     def runner(
@@ -144,7 +144,7 @@ class Ranks:
         if self._link is None:
             return Runner(model, ops, kv, block_size, max_rows, max_logit_rows, taps, top_k)
         assert isinstance(model, Decoder), "no other is divided"
-        states = self._memory.states(max_rows, self._spec.hidden_size)
+        states = self._memory.states(max_rows, self.spec.hidden_size)
         pipeline = Pipeline(self.layout, 0, states, self._link)
         return FirstRunner(model, ops, kv, block_size, max_rows, max_logit_rows, taps, top_k, pipeline)
 
@@ -155,7 +155,7 @@ class Ranks:
         self.send_each([Begin(*sizes, [*self.layout.shown(rank, taps)]) for rank in range(1, self.layout.size)])
         self._replies()
         _watch(weakref.ref(self), self._connections)
-        return ParallelExecutor(local, self, self._spec, outline(self._spec, self._ops).adapted)
+        return ParallelExecutor(local, self, self.spec, outline(self.spec, self._ops).adapted)
 
     def _replies(self) -> list[Done]:
         """One of each."""
@@ -190,10 +190,24 @@ class Ranks:
                     connection.send(AddWeights(digest, name, _packed(weights)))
                 connection.send(LoadAdapter(digest))
 
+    def blocks(self) -> list[bytes]:
+        """What each has read, once that is there. Raises EngineError where one has ended."""
+        self.check()
+        found = [each.get() for each in self._read]
+        if (whole := [each for each in found if each is not None]) != found:
+            self.check(is_lost=True)
+        return whole
+
+    def take_blocks(self, rank: int, data: bytes) -> None:
+        """A process has read them."""
+        self._read[rank - 1].put(data)
+
     def lost(self, why: str) -> None:
         """One has ended: nobody waits for it."""
         self._failure = self._failure or why
         self._has_lost.set()
+        for each in self._read:
+            each.put(None)
         for group in self._groups:
             group.leave()
         if self._link is not None:
@@ -250,11 +264,13 @@ def end_ranks(
 
 
 def _watch(ranks: weakref.ref[Ranks], connections: list[Connection]) -> None:
-    """Each connection on a thread of its own: what comes now is an end."""
+    """Each connection on a thread of its own: what comes now is what blocks hold, or an end."""
 
     def wait(rank: int, connection: Connection) -> None:
         try:
-            reply = connection.receive()
+            while isinstance(reply := connection.receive(), Blocks) and (owner := ranks()) is not None:
+                owner.take_blocks(rank, reply.data)
+                del owner  # which ends where nobody else has it
             why = reply.message if isinstance(reply, Failed) else "it spoke out of turn"
         except EOFError:
             why = "it was killed, or crashed"
@@ -278,6 +294,8 @@ class ParallelExecutor:
         self._local, self._ranks, self._spec, self._adapted = local, ranks, spec, adapted
         self.block_size, self.num_blocks, self.row_multiple = local.block_size, local.num_blocks, local.row_multiple
         self.max_rows, self.max_logit_rows = local.max_rows, local.max_logit_rows
+        num_bytes = local.storage.layers[0].itemsize
+        self._blocks = DividedBlocks(BlockParts(ranks.layout, spec, local.block_size, num_bytes), local, ranks)
 
     def start(self, step: StepInput) -> None:
         with self._whole():
@@ -307,10 +325,10 @@ class ParallelExecutor:
         self._local.copy_slots(sources, targets)
 
     def read_blocks(self, ids: Sequence[int]) -> list[bytes]:
-        raise ConfigError(_NO_BLOCKS)
+        return self._blocks.read(ids)
 
     def write_blocks(self, ids: Sequence[int], data: Sequence[bytes]) -> None:
-        raise ConfigError(_NO_BLOCKS)
+        self._blocks.write(ids, data)
 
     def set_outputs(self, taps: tuple[int, ...], top_k: int) -> None:
         layout = self._ranks.layout

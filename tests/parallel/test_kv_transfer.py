@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -425,3 +426,20 @@ def test_nothing_is_exported_of_a_prompt_that_is_not_cached(tiny: Path) -> None:
 def test_without_a_prefix_cache_there_is_no_transfer(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="prefix_caching is off"):
         make(tiny, prefix_caching=False).prefix_transfer()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("specserve.kernels._native") is None, reason="Built without native kernels."
+)
+def test_kv_of_a_model_in_several_processes(tiny: Path, heads: dict[str, Path]) -> None:
+    """From two processes to four, two a stage, with that of a head; not to one, which adds in another order."""
+    options = drafting("eagle", heads["eagle"])
+    two = make(tiny, tensor_parallel_size=2, **options)
+    four = make(tiny, tensor_parallel_size=2, pipeline_parallel_size=2, **options)
+    expected, stats = run(two, PROMPT, SAMPLED)
+    assert hand_over(two.prefix_transfer(), four) == 5 * BLOCK
+    found, seen = run(four, PROMPT, SAMPLED)
+    assert found == expected
+    assert seen.num_prefix_cached_tokens == 5 * BLOCK and drafts(seen) == drafts(stats)
+    with pytest.raises(TransferError, match=r"numerics: .*--tensor-parallel-size 2; this engine's: "):
+        hand_over(four.prefix_transfer(), make(tiny))

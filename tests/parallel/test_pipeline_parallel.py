@@ -237,8 +237,9 @@ def test_what_cannot_be_is_said_before_anything_is_loaded(tiny: Path, monkeypatc
             make(tiny, 1, pipeline_parallel_size=2, device="cuda")
 
 
-def test_kv_is_counted_in_all_processes_and_read_in_none(tiny: Path) -> None:
-    sizes = []
+def test_kv_is_counted_and_read_in_all_processes(tiny: Path) -> None:
+    """A block's bytes are those that one process has."""
+    sizes, blocks = [], []
     for stages in (1, 2):
         built = build(
             EngineConfig(
@@ -246,12 +247,14 @@ def test_kv_is_counted_in_all_processes_and_read_in_none(tiny: Path) -> None:
             )
         )
         sizes.append((built.num_kv_bytes, built.engine.executor.num_blocks))
+        built.engine.add(Request(id="r", prompt_ids=list(range(40)), params=GREEDY))
+        built.engine.step()
+        blocks.append(built.engine.executor.read_blocks([1, 2]))
     assert sizes[0] == sizes[1]
     assert "2 processes" in built.summary
-    with pytest.raises(ConfigError, match="leave out --tensor-parallel-size and --pipeline-parallel-size"):
-        built.engine.executor.read_blocks([1])
-    with pytest.raises(ConfigError, match="leave out"):
-        built.engine.executor.write_blocks([1], [b""])
+    assert blocks[0] == blocks[1] and any(blocks[0][1])
+    built.engine.executor.write_blocks([2, 1], blocks[0])
+    assert built.engine.executor.read_blocks([1, 2]) == blocks[0][::-1]
 
 
 def test_whoever_watches_the_engine_sees_what_other_stages_do(tiny: Path) -> None:
