@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import ssl
 from contextlib import suppress
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from specserve.parallel.address import Address
 from specserve.parallel.handshake import (
@@ -22,6 +24,7 @@ from specserve.parallel.handshake import (
     refusal,
 )
 
+CONNECT_S = 5.0
 HANDSHAKE_S = 5.0  # from the connection to its last word; as long for TLS before that
 TLS_SHUTDOWN_S = 1.0
 _MOST_UNSENT_BYTES = 2 * MOST_MESSAGE_BYTES
@@ -215,3 +218,32 @@ class Connection(asyncio.Protocol):
             self._say(refusal(error))
         self._transport.close()
         self._timer = self._loop.call_later(_LINGER_S, self._transport.abort)
+
+
+async def connect(connection: Connection, address: Address, tls: ssl.SSLContext | None, option: str) -> None:
+    """Have a connection to what listens there; its handshake comes after. `option` says whom `tls` trusts. Raises
+    LinkError."""
+    options: dict[str, Any] = {}
+    if tls is not None:
+        options = {"ssl": tls, "server_hostname": address.host}
+        options |= {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": TLS_SHUTDOWN_S}
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(CONNECT_S + (HANDSHAKE_S if tls is not None else 0)):
+            await loop.create_connection(lambda: connection, address.host, address.port, **options)
+    except (OSError, ssl.SSLError) as error:  # TimeoutError is one
+        raise _cannot_connect(error, option) from error
+
+
+def _cannot_connect(error: Exception, option: str) -> LinkError:
+    if isinstance(error, socket.gaierror):
+        return LinkError(f"Its name cannot be resolved: {error.strerror}.")
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return LinkError(f"Its certificate is not accepted: {error.verify_message}. See {option}.", is_final=True)
+    if isinstance(error, ssl.SSLError):
+        text = f"It cannot speak TLS with this side: {error.reason or error}. Was it started with --tls-cert?"
+        return LinkError(text, is_final=True)
+    if isinstance(error, TimeoutError):
+        return LinkError("It does not answer.")
+    number = getattr(error, "errno", None)
+    return LinkError(f"It cannot be connected to: {os.strerror(number) if number else error}.")

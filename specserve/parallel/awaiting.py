@@ -25,6 +25,7 @@ class Awaiting:
         self.num_prompts = 0  # of which KV came
         self.num_tokens = 0  # that came
         self.num_failures = 0
+        self.seconds = 0.0  # that KV which came was awaited
         self._cache, self._rank = cache, rank
 
     def reserve(self, seq: Sequence) -> bool | None:
@@ -59,7 +60,7 @@ class Awaiting:
     def receive(self) -> list[Sequence]:
         """Those that are to wait for a seat now. Each keeps no block: those that came are found by their names."""
         news = self.connector.poll()
-        for seq, num_tokens, num_drafted in news.arrivals:
+        for seq, num_tokens, num_drafted, seconds in news.arrivals:
             num_new = num_tokens - seq.cached
             assert num_new > 0, "what arrives was not there"
             if seq.draft_cached == seq.cached:
@@ -68,6 +69,7 @@ class Awaiting:
             seq.stats.num_received_tokens += num_new
             self.num_tokens += num_new
             self.num_prompts += 1
+            self.seconds += seconds
         for seq, reason in news.failures:
             self.num_failures += 1
             _log.warning("KV of a prompt of %d tokens did not come, it is computed: %s", seq.num_prompt, reason)

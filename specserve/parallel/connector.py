@@ -11,11 +11,12 @@ from specserve.types import Sequence
 
 class Arrival(NamedTuple):
     """The blocks of a sequence hold KV of its first `num_tokens` tokens, whole blocks, and of the first `num_drafted`
-    of them that of a drafter's model, too."""
+    of them that of a drafter's model, too. That took so long."""
 
     seq: Sequence
     num_tokens: int
     num_drafted: int
+    seconds: float = 0.0
 
 
 class Failed(NamedTuple):

@@ -30,10 +30,15 @@ class Replies(Protocol):
 class KVExchange:
     """The frames of one engine: those it holds for others, and those it takes from them."""
 
-    def __init__(self, transfer: PrefixTransfer, block_size: int, replies: Replies) -> None:
-        self.connector = PrefixConnector(transfer, block_size, replies.wanted, replies.imported)
+    def __init__(self, transfer: PrefixTransfer, block_size: int, replies: Replies, timeout_s: float) -> None:
+        self.connector = PrefixConnector(transfer, block_size, replies.wanted, replies.imported, timeout_s)
         self._transfer, self._replies = transfer, replies
         self._frames = SharedFrames()
+
+    @property
+    def numerics(self) -> str:
+        """What the bits of this engine's KV depend on, besides its model."""
+        return self._transfer.format.numerics
 
     @property
     def num_held(self) -> int:

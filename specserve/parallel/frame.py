@@ -22,6 +22,8 @@ import msgspec
 from specserve.errors import SpecserveError
 
 FRAME_VERSION, LAYOUT_VERSION = 2, 1
+TIMEOUT_S = 10.0  # from asking for a frame to having it, or hearing that it comes
+NOT_AWAITED = "It is not awaited any more."
 MOST_TOKENS = 2**22
 MOST_HEADER_BYTES = 2**26
 MOST_SALT_BYTES = 2**16

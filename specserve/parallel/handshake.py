@@ -1,5 +1,5 @@
-"""The first words between a server and an engine elsewhere, or between processes of a model. Each proves that it knows
-the secret, which is never sent; what follows is in frames that bear the session's tags.
+"""The first words between a server and an engine elsewhere, between two engines, or between processes of a model. Each
+proves that it knows the secret, which is never sent; what follows is in frames that bear the session's tags.
 
     both      magic and version of the protocol, 12 bytes
     engine    Challenge: a nonce
@@ -7,8 +7,9 @@ the secret, which is never sent; what follows is in frames that bear the session
     engine    Welcome: what it serves, and an HMAC of all so far; or Refusal
     both      frames: length and its tag | message | tag, under keys of this session and direction
 
-The server proves first: who only connects gets nothing to try secrets on. Without TLS frames can be read on the way,
-but neither changed, repeated, left out nor made up.
+The server proves first: who only connects gets nothing to try secrets on. An engine that fetches KV from another one
+takes the server's part, and says so. Without TLS frames can be read on the way, but neither changed, repeated, left out
+nor made up.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import struct
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -40,6 +41,7 @@ _LENGTH_TAG_BYTES, _TAG_BYTES = 8, 16
 _TLS_ALERT = b"\x15\x03"  # how an answer in TLS begins
 _ALIKE = "Run the same release in both."
 
+Purpose: TypeAlias = Literal["requests", "kv"]  # what a connection is for
 _Word = Annotated[str, msgspec.Meta(max_length=256)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Proof = _Nonce
@@ -66,6 +68,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: _Word
     nonce: _Nonce
     heartbeat_s: _Heartbeat
+    purpose: Purpose = "requests"
 
 
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -136,6 +139,7 @@ class Agreed:
     heartbeat_s: float
     last_words: bytes = b""
     clock_offset: float = 0.0
+    purpose: Purpose = "requests"
 
 
 Handshake: TypeAlias = Generator[bytes, bytes, Agreed]  # yields what to send (b"": nothing) and is sent what has come
@@ -146,7 +150,8 @@ def check_preamble(received: bytes) -> None:
     """What the other side began with, PREAMBLE_BYTES or fewer where no more came. Raises LinkError."""
     if not _MAGIC.startswith(received[: len(_MAGIC)]):
         if received.startswith(_TLS_ALERT):
-            raise LinkError("It speaks TLS, and this side does not: --engine-ca is missing.", is_final=True)
+            text = "It speaks TLS, and this side does not: --engine-ca (of an engine: --peer-ca) is missing."
+            raise LinkError(text, is_final=True)
         raise LinkError(f"It is no engine of specserve: it began with {received!r}.", is_final=True)
     if len(received) == PREAMBLE_BYTES:
         version = _PREAMBLE.unpack(received)[1]
@@ -155,13 +160,15 @@ def check_preamble(received: bytes) -> None:
             raise LinkError(text, is_final=True)
 
 
-def server_handshake(secret: bytes, heartbeat_s: float, check: Callable[[Welcome], None]) -> Handshake:
+def server_handshake(
+    secret: bytes, heartbeat_s: float, check: Callable[[Welcome], None], purpose: Purpose = "requests"
+) -> Handshake:
     """The server's side; `check` raises LinkError for an engine that it cannot use. So does this, for one that does not
     know the secret."""
     first = yield b""
     challenge = _read(first, Challenge)
     _check_version(challenge.version)
-    hello = _encoded(Hello(__version__, os.urandom(32), heartbeat_s))
+    hello = _encoded(Hello(__version__, os.urandom(32), heartbeat_s, purpose))
     proofs = _Proofs(secret, first)
     asked = time.perf_counter()
     answer = yield _encoded(Signed(hello, proofs.of(b"server", hello)))
@@ -174,12 +181,18 @@ def server_handshake(secret: bytes, heartbeat_s: float, check: Callable[[Welcome
     offset = (asked + answered) / 2 - welcome.clock
     is_same_clock = asked <= welcome.clock <= answered
     keys = proofs.of(b"to engine", hello, signed.content), proofs.of(b"to server", hello, signed.content)
-    return Agreed(Session(*keys), heartbeat_s, clock_offset=0.0 if is_same_clock else offset)
+    return Agreed(Session(*keys), heartbeat_s, clock_offset=0.0 if is_same_clock else offset, purpose=purpose)
 
 
-def engine_handshake(secret: bytes, model: str, digest: str, admit: Callable[[], None]) -> Handshake:
-    """The engine's side; `admit` raises LinkError where it takes no server now. So does this, for one that does not
-    know the secret."""
+def _no_kv() -> None:
+    raise LinkError("Nobody fetches KV here.", is_final=True, is_told=True)
+
+
+def engine_handshake(
+    secret: bytes, model: str, digest: str, admit: Callable[[], None], admit_engine: Callable[[], None] = _no_kv
+) -> Handshake:
+    """The engine's side; `admit` raises LinkError where it takes no server now, `admit_engine` where it takes no engine
+    that fetches KV. So does this, for one that does not know the secret."""
     first = _encoded(Challenge(__version__, os.urandom(32)))
     proofs = _Proofs(secret, first)
     signed = _read((yield first), Signed)
@@ -187,11 +200,11 @@ def engine_handshake(secret: bytes, model: str, digest: str, admit: Callable[[],
         raise LinkError("The other side has another secret.", is_final=True, is_told=True)
     hello = _read(signed.content, Hello)
     _check_version(hello.version)
-    admit()
+    (admit_engine if hello.purpose == "kv" else admit)()
     welcome = _encoded(Welcome(__version__, model[:256], digest, time.perf_counter()))
     answer = _encoded(Signed(welcome, proofs.of(b"engine", signed.content, welcome)))
     keys = proofs.of(b"to server", signed.content, welcome), proofs.of(b"to engine", signed.content, welcome)
-    return Agreed(Session(*keys), hello.heartbeat_s, last_words=answer)
+    return Agreed(Session(*keys), hello.heartbeat_s, last_words=answer, purpose=hello.purpose)
 
 
 def refusal(error: LinkError) -> bytes:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from specserve.parallel.connector import Arrival, Failed, News
-from specserve.parallel.frame import Header, TransferError
+from specserve.parallel.frame import NOT_AWAITED, TIMEOUT_S, Header, TransferError
 from specserve.parallel.kv_transfer import PrefixTransfer
 from specserve.types import Sequence
 
@@ -18,7 +18,6 @@ Want = Callable[[str, int], object]
 # Tells that nothing more is read of what was asked for: of how many tokens it brought KV, and what failed ("": nothing)
 Done = Callable[[str, int, str], object]
 _PIECE_BYTES = 2**23  # written between two steps: some milliseconds
-TIMEOUT_S = 10.0  # from asking for a frame to having it
 
 
 @dataclass(eq=False, slots=True)
@@ -27,11 +26,13 @@ class _Transfer:
 
     seq: Sequence
     first: int
+    begun: float
     deadline: float
     frame: Future[tuple[Header, list[memoryview]]] | None = None
     data: list[tuple[memoryview, bool]] = field(default_factory=list)
     num_written: int = 0
     reason: str = ""  # why it failed
+    within_s: float = TIMEOUT_S
 
 
 class PrefixConnector:
@@ -60,7 +61,8 @@ class PrefixConnector:
     def begin(self, seq: Sequence) -> None:
         assert seq.request_id not in self._open, "one sequence of a request awaits KV"
         first = seq.cached // self._block_size
-        self._open[seq.request_id] = _Transfer(seq, first, self._clock() + self._timeout_s)
+        now, within_s = self._clock(), self._timeout_s
+        self._open[seq.request_id] = _Transfer(seq, first, now, now + within_s, within_s=within_s)
         self._want(seq.request_id, first)
 
     def take(self, request_id: str, read: Callable[[], memoryview]) -> None:
@@ -68,6 +70,12 @@ class PrefixConnector:
         nobody awaits it any more."""
         if (found := self._open.get(request_id)) is not None and found.frame is None:
             found.frame = self._reader.submit(lambda: self._transfer.opened(read()))
+
+    def expect(self, request_id: str, within_s: float) -> None:
+        """A frame is on its way, and may take so long from now on."""
+        if (found := self._open.get(request_id)) is not None:
+            found.deadline = max(found.deadline, self._clock() + within_s)
+            found.within_s = max(self._timeout_s, within_s)
 
     def refuse(self, request_id: str, reason: str) -> None:
         """There will be no frame."""
@@ -93,7 +101,7 @@ class PrefixConnector:
 
     def end(self, seq: Sequence) -> None:
         each = self._open[seq.request_id]
-        each.reason = "It is not awaited any more."
+        each.reason = NOT_AWAITED
         self._close(each, 0)
 
     def close(self) -> None:
@@ -111,7 +119,7 @@ class PrefixConnector:
             if not each.data:
                 raise TransferError("corrupt", "The frame has no block of the prompt.")
         elif self._clock() > each.deadline:
-            each.reason = f"It was not there after {self._timeout_s:g} s."
+            each.reason = f"It was not there after {each.within_s:g} s."
 
     def _write(self, each: _Transfer, most: int) -> int:
         """Write its next blocks, at least one and no more than `most` bytes else; returns how many bytes."""
@@ -129,9 +137,10 @@ class PrefixConnector:
             each.seq,
             (each.first + len(each.data)) * self._block_size,
             (each.first + num_drafted) * self._block_size if num_drafted else 0,
+            self._clock() - each.begun,
         )
 
     def _close(self, each: _Transfer, num_tokens: int) -> None:
         del self._open[each.seq.request_id]
-        each.data = []  # whatever is mapped is let go
+        each.data, each.frame = [], None  # whatever is mapped is let go, also what an error refers to
         self._done(each.seq.request_id, num_tokens, each.reason)

@@ -64,11 +64,22 @@ def server_tls(ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLC
         if cert is not None:
             raise ConfigError("--engine-cert is for TLS. Give --engine-ca as well, or leave it out.")
         return None
+    return _client_tls((ca, "--engine-ca"), cert, key, f"--engine-cert {cert} and --engine-key {key}")
+
+
+def peer_tls(ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """Of an engine that connects to others, to which it shows its own certificate; None without `ca`, which must have
+    signed theirs. Raises ConfigError."""
+    return None if ca is None else _client_tls((ca, "--peer-ca"), cert, key, f"--tls-cert {cert} and --tls-key {key}")
+
+
+def _client_tls(ca: tuple[Path, str], cert: Path | None, key: Path | None, what: str) -> ssl.SSLContext:
+    """`ca` with the name of its option, `what` those of the certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # which checks certificates and the names in them
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    _load_ca(context, ca, "--engine-ca")
+    _load_ca(context, *ca)
     if cert is not None and key is not None:
-        _load_cert(context, cert, key, f"--engine-cert {cert} and --engine-key {key}")
+        _load_cert(context, cert, key, what)
     return context
 
 

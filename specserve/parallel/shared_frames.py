@@ -37,7 +37,27 @@ class SharedFrames:
             os.close(descriptor)
             raise
         self._open[name] = descriptor
-        return f"/proc/{os.getpid()}/fd/{descriptor}", size
+        return _path(descriptor), size
+
+    def begin(self, name: str, num_bytes: int) -> None:
+        """Hold a frame of so many bytes, which comes piece by piece. Takes memory for what is there alone."""
+        self.drop(name)
+        descriptor = os.memfd_create("specserve-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._open[name] = descriptor
+        os.ftruncate(descriptor, num_bytes)
+
+    def fill(self, name: str, start: int, piece: bytes) -> None:
+        """Put a piece in its place. Raises OSError where there is no memory for it, KeyError where nobody holds the
+        frame any more."""
+        while piece:
+            written = os.pwrite(self._open[name], piece, start)
+            start, piece = start + written, piece[written:]
+
+    def finish(self, name: str) -> str:
+        """Where another process of this user opens it, now that all is there. Raises OSError, and KeyError as `fill`
+        does."""
+        fcntl.fcntl(self._open[name], fcntl.F_ADD_SEALS, _SEALS)
+        return _path(self._open[name])
 
     def drop(self, name: str) -> None:
         """Who has it open may go on reading."""
@@ -59,6 +79,10 @@ def read_shared(path: str, num_bytes: int) -> memoryview:
         return memoryview(mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ))
     finally:
         os.close(descriptor)
+
+
+def _path(descriptor: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def _is_sealed(descriptor: int) -> bool:

@@ -132,6 +132,7 @@ def _own(service: Service, make: _Maker) -> Iterator[Metric]:
         ("accepted_jump_forward_tokens", "Those of them that were accepted.", whole.num_accepted_jump_forward_tokens),
         ("adapter_slot_loads", "LoRA adapters that got a slot.", engine.num_adapter_loads),
         ("adapter_slot_evictions", "LoRA adapters that lost theirs to another.", engine.num_adapter_evictions),
+        ("kv_transfer_seconds", "Time that requests awaited KV which came.", engine.transfer_s),
         ("kv_transfer_failures", "Prompts computed here after all: KV did not come.", engine.num_transfer_failures),
     ):
         yield make.counter(OWN + name, text, value)

@@ -77,10 +77,11 @@ def api_processes(all_: Sequence[ApiProcessStatus]) -> dict[str, Any]:
 
 
 def prefill(found: Prefill, gauges: Gauges) -> dict[str, Any]:
-    """Where prompts were computed, and how often KV that was to come from elsewhere did not."""
+    """Where prompts were computed, how long KV from elsewhere was awaited, and how often it did not come."""
     return {
         "num_prompts": dict(found.num_prompts),
         "num_prompt_tokens": dict(found.num_tokens),
+        "transfer_s": gauges.transfer_s,
         "num_transfer_failures": gauges.num_transfer_failures,
     }
 

@@ -231,7 +231,7 @@ _NO_ENGINE = Gauges(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, dict.fromkeys((*STEP_PHASES
 _SUMMED = (
     "num_steps", "num_rows", "num_preemptions", "num_prefix_query_tokens", "num_prefix_hit_tokens",
     "num_drafts_dropped", "num_adapter_loads", "num_adapter_evictions", "num_prompts_received",
-    "num_prompt_tokens_received", "num_transfer_failures", "num_empty_steps",
+    "num_prompt_tokens_received", "num_transfer_failures", "transfer_s", "num_empty_steps",
 )  # fmt: skip
 
 

@@ -239,8 +239,11 @@ class ServeOptions:
                 "must answer. Give a larger --data-parallel-size."
             )
         if self.prefill_min_tokens is not None:
-            if not self.prefill_replicas:
-                raise ConfigError("--prefill-min-tokens says what goes to --prefill-replicas, and there are none.")
+            if not self.prefill_replicas and not self.engine:
+                raise ConfigError(
+                    "--prefill-min-tokens says what goes to --prefill-replicas, or to engines elsewhere with --role "
+                    "prefill (--engine), and there are none."
+                )
             between("prefill_min_tokens", self.prefill_min_tokens, 1, 2**31)
 
     def _check_experts(self) -> None:

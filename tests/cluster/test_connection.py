@@ -114,25 +114,6 @@ def run(play: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two authorities, `ca` and `other`; `engine` and `server` are signed by the first."""
-    folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    for name in ("ca", "other"):
-        made = ("-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2", "-subj", f"/CN={name}")
-        openssl("req", "-x509", *key, *made)
-    for name in ("engine", "server"):
-        made = ("-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2", "-subj", f"/CN={name}")
-        names = ("-addext", "subjectAltName=IP:127.0.0.1,DNS:engine.example", "-addext", "basicConstraints=CA:FALSE")
-        openssl("req", "-x509", *key, *made, *names, "-CA", "ca.pem", "-CAkey", "ca.key")
-    return folder
-
-
 def test_messages_of_all_sizes_come_in_order() -> None:
     async def play() -> None:
         async with listening() as (port, _):

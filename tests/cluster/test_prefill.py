@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specserve.cluster.prefill import TransferCost
+from specserve.cluster.prefill import TransferCost, Ways
 from specserve.cluster.router import Load, Router
 
 
@@ -41,3 +41,25 @@ def test_the_router_says_what_is_not_cached() -> None:
     assert router.num_uncached == 3
     router.choose(range(11), b"", [None, load])
     assert router.num_uncached == 11
+
+
+def test_a_way_that_fails_again_and_again_is_left_alone_for_longer_and_longer() -> None:
+    now = 0.0
+    ways = Ways(lambda: now)
+    ways.failed(0, 1)
+    assert ways.is_open(0, 1), "once may be chance"
+    for pause in (1, 2, 4, 8, 16, 30, 30):
+        ways.failed(0, 1)
+        assert not ways.is_open(0, 1) and ways.is_open(1, 0) and ways.is_open(2, 1)
+        now += pause - 0.5
+        assert not ways.is_open(0, 1)
+        now += 0.5
+        assert ways.is_open(0, 1)
+    ways.succeeded(0, 1)
+    ways.failed(0, 1)
+    assert ways.is_open(0, 1)
+    ways.failed(0, 1)
+    ways.forget(2)
+    assert not ways.is_open(0, 1)
+    ways.forget(1)
+    assert ways.is_open(0, 1), "it is another engine"

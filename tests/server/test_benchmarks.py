@@ -21,7 +21,7 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "server"
 PROGRAMS = (
     *("aborts", "beside", "kill", "saturated", "streams", "overload", "overhead", "startup"),
-    *("fuzz_server", "fuzz_conversations"),
+    *("fuzz_server", "fuzz_conversations", "prefill"),
 )
 SHARED = ("client", "findings", "prompts", "served", "sdk_turn", "fuzz_requests")
 TINY = ("--threads=1", "--max-num-seqs=4", "--kv-cache-gib=0.01", "--max-model-len=256")
@@ -69,6 +69,15 @@ def test_beside(tiny: Path, tmp_path: Path) -> None:
         assert figures[f"{name}: /health, longest"] > 0
         assert figures[f"{name}: the longest gap grows by, mark"] == 20
     assert set(figures["structured answers: statuses"]) == {"200"}
+
+
+def test_prefill(tiny: Path, tmp_path: Path) -> None:
+    """Between two engines with roles, over TCP."""
+    options = ("--way=tcp", "--streams=2", "--max-tokens=40", "--length=150", "--rounds=1")
+    figures = run("prefill", tiny, tmp_path, *options)
+    assert figures["prompts computed elsewhere"] == figures["prompts"] > 0
+    assert figures["KV of a prompt awaited, mean"] > 0
+    assert figures["the latter over the former, mark"] == 1.2
 
 
 def test_aborts(tiny: Path, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ OWN = {
     "accepted_jump_forward_tokens": "counter",
     "adapter_slot_loads": "counter",
     "adapter_slot_evictions": "counter",
+    "kv_transfer_seconds": "counter",
     "kv_transfer_failures": "counter",
     "prompts": "counter",
     "prompt_tokens_by_place": "counter",
@@ -602,6 +603,7 @@ def test_stats_after_a_script(metrics: Metrics, clock: Clock) -> None:
         "prefill": {
             "num_prompts": {"here": 2, "elsewhere": 0},
             "num_prompt_tokens": {"here": 16, "elsewhere": 0, "cached": 0},
+            "transfer_s": 0.0,
             "num_transfer_failures": 0,
         },
         "adapters": {"fr": FRENCH},

@@ -67,6 +67,7 @@ def test_an_engine_is_left_that_answers() -> None:
         said = refusal(data_parallel_size=size, prefill_replicas=prefill)
         assert f"--prefill-replicas is {prefill} of {size} engines" in said
     assert "there are none" in refusal(data_parallel_size=2, prefill_min_tokens=5)
+    assert ServeOptions(engine=("127.0.0.1:7000",), prefill_min_tokens=5).prefill_min_tokens == 5
     assert "prefill_min_tokens is 0" in refusal(data_parallel_size=2, prefill_replicas=1, prefill_min_tokens=0)
     assert ServeOptions(data_parallel_size=2, prefill_replicas=1, prefill_min_tokens=5).prefill_min_tokens == 5
 

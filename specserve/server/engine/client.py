@@ -20,6 +20,7 @@ from specserve.server.engine.messages import (
     AdapterChanged,
     Command,
     Configure,
+    ExpectKV,
     Expire,
     ExportKV,
     Failed,
@@ -108,10 +109,10 @@ class EngineClient:
         """Those of these requests that have not ended."""
         return self._open.num_completions
 
-    def configure(self, options: dict[str, Any], num_engines: int = 1, exchanges_kv: bool = False) -> None:
+    def configure(self, options: dict[str, Any], num_engines: int = 1, kv_timeout_s: float = 0.0) -> None:
         """Tell the engine what to load, how many are to share its machine's memory, and whether cached prefixes go
-        between them; the first thing that it is told."""
-        self._send(Configure(options, num_engines, exchanges_kv))
+        between engines, and how long that may take; the first thing that it is told."""
+        self._send(Configure(options, num_engines, kv_timeout_s))
 
     def submit(self, request: Request, listener: Listener, counted: bool = True) -> None:
         """One that is not `counted` is no client's: observers learn nothing of it."""
@@ -168,8 +169,11 @@ class EngineClient:
     def release_kv(self, request_id: str) -> None:
         self._send(ReleaseKV(request_id))
 
-    def import_kv(self, request_id: str, path: str, num_bytes: int, reason: str) -> None:
-        self._send(ImportKV(request_id, path, num_bytes, reason))
+    def import_kv(self, request_id: str, path: str, num_bytes: int, reason: str, address: str = "") -> None:
+        self._send(ImportKV(request_id, path, num_bytes, reason, address))
+
+    def expect_kv(self, request_id: str, within_s: float) -> None:
+        self._send(ExpectKV(request_id, within_s))
 
     def _numbered(self, done: AdapterDone) -> int:
         self._num_changes += 1

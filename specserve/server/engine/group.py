@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from specserve.adapters import AdapterInfo, AdapterSource
@@ -12,13 +13,16 @@ from specserve.cluster.router import Load, Router
 from specserve.engine.port import RequestPort
 from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError, SpecserveError
-from specserve.server.engine.client import UnknownAdapterError
+from specserve.server.engine.client import EngineClient, UnknownAdapterError
+from specserve.server.engine.handoff import Handoff
 from specserve.server.engine.keeper import EngineKeeper, State
-from specserve.server.engine.messages import Gauges, Ready
+from specserve.server.engine.messages import Gauges, Ready, Role
+from specserve.server.engine.prefill import PromptRouter
 from specserve.server.metrics_totals import Engines, ReplicaStatus, summed
 from specserve.server.wire.errors import unavailable
 
 _log = logging.getLogger(__name__)
+ONLY_PREFILL = "those that are ready have --role prefill. Start one with --role decode, or both."
 _BEST_FIRST = (State.READY, State.RESTARTING, State.LOADING, State.FAILED, State.STOPPED)
 
 
@@ -33,8 +37,19 @@ class Member(EngineKeeper):
         self._group = group
 
     @property
+    def role(self) -> Role:
+        """Whether it answers, or computes prompts for those that are "decode"; who is "both" computes its own."""
+        return "both"
+
+    @property
+    def kv_address(self) -> str:
+        """Where other engines fetch its KV; "": they are on its machine."""
+        return ""
+
+    @property
     def status(self) -> ReplicaStatus:
-        return ReplicaStatus(self.state.value, self.num_restarts, self.num_requests, self.totals.look(self.gauges))
+        gauges = self.totals.look(self.gauges)
+        return ReplicaStatus(self.state.value, self.num_restarts, self.num_requests, gauges, self.role)
 
     def has(self, adapter: AdapterInfo) -> bool:
         """Whether it has these very numbers under that name."""
@@ -78,11 +93,14 @@ class ReplicaGroup(Generic[M]):
     """As an EngineKeeper, of several engines that serve the same model. A member's number is its place in the list,
     that of the router and that of metrics."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, num_engines: int, block_size: int, least_tokens: int | None = None) -> None:
+        """Prompts of at least `least_tokens` tokens are computed elsewhere, as PromptRouter says, where an engine only
+        does that."""
         self._replicas: list[M] = []
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.adapters: dict[str, AdapterInfo] = {}  # that requests may name
-        self._router = router
+        self._router = Router(num_engines, block_size)
+        self._prompts = PromptRouter(num_engines, block_size, least_tokens)
         self._changing = asyncio.Lock()  # adapters
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -108,7 +126,8 @@ class ReplicaGroup(Generic[M]):
     @property
     def gauges(self) -> Gauges:
         """The sums over all engines that have run."""
-        return summed([each.totals.look(each.gauges) for each in self._replicas])
+        found = summed([each.totals.look(each.gauges) for each in self._replicas])
+        return replace(found, num_transfer_failures=found.num_transfer_failures + self._prompts.num_not_computed)
 
     @property
     def replicas(self) -> Sequence[ReplicaStatus]:
@@ -117,36 +136,61 @@ class ReplicaGroup(Generic[M]):
     def place(self, request: Request) -> RequestPort:
         """The engine that a request goes to. Raises EngineError when there is none, WireError when none has the
         adapter."""
-        return self._choose(request).client
+        member = self._choose(request)
+        source = self._source(request, member)
+        if source is None:
+            return member.client
+        source.num_requests += 1
+        told = self._prompts.told(source.number, member.number)
+        return Handoff(source.client, lambda: self._again(member, request), told, source.kv_address)
 
     def _adapter_of(self, request: Request) -> AdapterInfo | None:
         return None if request.adapter is None else self.adapters.get(request.adapter)
 
     def _loads(self, adapter: AdapterInfo | None) -> list[Load | None]:
         """Of those that answer requests with that adapter."""
-        return [each.load(adapter) for each in self._replicas]
+        return [None if each.role == "prefill" else each.load(adapter) for each in self._replicas]
+
+    def _source(self, request: Request, member: M) -> M | None:
+        """Who computes the prompt of a request that this member answers; None: that does itself."""
+        if member.role != "decode" or request.params.prompt_logprobs is not None or request.embeds:
+            return None
+        adapter = self._adapter_of(request)
+        load = member.load(adapter)
+        loads = [each.load(adapter) if each.role == "prefill" else None for each in self._replicas]
+        if load is None or not any(loads):
+            return None
+        digest = adapter.digest if adapter else ""
+        found = self._prompts.choose(request, digest, member.number, load, self._router.num_uncached, loads)
+        return None if found is None else self._replicas[found]
+
+    def _again(self, member: M, request: Request) -> EngineClient:
+        """The engine that answers, once the prompt is computed: the one that was chosen, if that is still there."""
+        return (member if member.state is State.READY else self._choose(request)).client
 
     def _choose(self, request: Request) -> M:
         """Raises as `place`."""
         adapter = self._adapter_of(request)
         loads = self._loads(adapter)
         if not any(loads):
-            if any(self._taking()):
+            if any(self._answering()):
                 raise unavailable("The adapter is being loaded again. Send the request again in a moment.")
-            raise EngineError(f"The engine is {self.state.value}; try again in a moment.")
+            raise EngineError(self._no_engine)
         chosen = self._router.choose(request.prompt_ids, request.salt, loads, adapter.digest if adapter else "")
         self._replicas[chosen].num_requests += 1
         return self._replicas[chosen]
 
     def wake_engine(self) -> None:
         """Have the one that has least to do ready for a request. Raises EngineError when there is none."""
-        min(self._some_taking(), key=lambda each: each.client.num_open).client.wake_engine()
+        if not (answering := self._answering()):
+            raise EngineError(self._no_engine)
+        min(answering, key=lambda each: each.client.num_open).client.wake_engine()
 
     async def reset_prefix_cache(self) -> None:
         """Of all, before any request that comes later. Raises EngineError where there is no engine."""
         for each in self._some_taking():
             each.client.reset_prefix_cache()
-            self._router.forget(each.number)
+            self._forget(each)
 
     async def wait_until_ready(self) -> Ready:
         """What the first said when it was ready. Raises EngineError with the cause when it could not start."""
@@ -173,11 +217,27 @@ class ReplicaGroup(Generic[M]):
 
     def became_ready(self, member: M) -> None:
         """What it has cached is nothing that is known. Adapters came and went while it was started."""
-        self._router.forget(member.number)
+        self._forget(member)
         self._begin(self._bring_up_to_date(member))
 
     def takes_requests_without(self, member: M) -> bool:
         return any(each is not member for each in self._taking())
+
+    @property
+    def _no_engine(self) -> str:
+        """Why nobody answers."""
+        if self._taking():
+            return f"No engine answers: {ONLY_PREFILL}"
+        return f"The engine is {self.state.value}; try again in a moment."
+
+    def _forget(self, member: M) -> None:
+        """What it has cached is nothing that is known."""
+        self._router.forget(member.number)
+        self._prompts.forget(member.number)
+
+    def _answering(self) -> list[M]:
+        """Those that take requests of clients."""
+        return [each for each in self._taking() if each.role != "prefill"]
 
     def _taking(self) -> list[M]:
         return [each for each in self._replicas if each.state is State.READY]
@@ -186,7 +246,7 @@ class ReplicaGroup(Generic[M]):
         """Raises EngineError where none does."""
         taking = self._taking()
         if not taking:
-            raise EngineError(f"The engine is {self.state.value}; try again in a moment.")
+            raise EngineError(self._no_engine)
         return taking
 
     def _one_finished(self, future: asyncio.Future[None]) -> None:

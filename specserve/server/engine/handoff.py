@@ -12,6 +12,7 @@ from msgspec import structs
 from specserve.engine.port import Listener, QueueTimeoutError
 from specserve.engine.request import Request
 from specserve.errors import SpecserveError
+from specserve.parallel.frame import NOT_AWAITED
 from specserve.server.engine.client import EngineClient, RefusedError
 from specserve.server.engine.messages import KVExported, KVImported, KVReport, KVWanted
 from specserve.types import Event, SamplingParams
@@ -22,6 +23,9 @@ _PROMPT_ALONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 class Told(Protocol):
     """Who learns from it."""
+
+    def failed(self) -> None:
+        """KV was asked for and did not come."""
 
     def transferred(self, num_tokens: int, milliseconds: float) -> None:
         """KV came, so long after it was asked for."""
@@ -35,10 +39,11 @@ class Handoff:
 
     `source` computes the prompt, and a token that nobody reads. Then the request goes to the engine that `choose`
     gives, which asks for the blocks that it lacks: its question goes to `source`, whose frame it opens itself, in
-    memory that the two share. Only small messages come by here. Whatever fails of it, the second engine computes."""
+    memory that the two share, or fetches from `address`. Only small messages come by here. Whatever fails of it, the
+    second engine computes."""
 
-    def __init__(self, source: EngineClient, choose: Callable[[], EngineClient], told: Told) -> None:
-        self._source, self._choose, self._told = source, choose, told
+    def __init__(self, source: EngineClient, choose: Callable[[], EngineClient], told: Told, address: str = "") -> None:
+        self._source, self._choose, self._told, self._address = source, choose, told, address
         self._target: EngineClient | None = None
         self._gone = ""  # why the source can be asked no more
         self._asked_at: float | None = None  # when the target has asked for KV that it neither has nor has given up
@@ -115,6 +120,8 @@ class Handoff:
         elif isinstance(report, KVImported):
             if report.num_tokens and self._asked_at is not None:
                 self._told.transferred(report.num_tokens, 1e3 * (time.perf_counter() - self._asked_at))
+            elif self._asked_at is not None and not self._gone and report.reason != NOT_AWAITED:
+                self._told.failed()
             self._release()
 
     def _hear_source(self, report: KVReport | SpecserveError) -> None:
@@ -127,7 +134,7 @@ class Handoff:
     def _import(self, path: str, num_bytes: int, reason: str) -> None:
         """Tell the target what has become of its question, if it still has one."""
         if self._target is not None and self._asked_at is not None:
-            self._target.import_kv(self._request.id, path, num_bytes, reason)
+            self._target.import_kv(self._request.id, path, num_bytes, reason, "" if reason else self._address)
 
     def _release(self) -> None:
         """Nothing is read of what the source holds."""

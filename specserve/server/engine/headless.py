@@ -15,19 +15,22 @@ from typing import Any
 from specserve.checkpoint import catalog
 from specserve.checkpoint.identity import model_digest
 from specserve.cluster.connection import HANDSHAKE_S, TLS_SHUTDOWN_S
+from specserve.cluster.kv_link import Fetcher
 from specserve.errors import ConfigError, EngineError, SpecserveError
 from specserve.parallel.address import Address
 from specserve.parallel.handshake import LinkError, engine_handshake
 from specserve.registry import DRAFTERS
 from specserve.server.engine.keeper import State, Timeouts
+from specserve.server.engine.kv_relay import KVRelay
 from specserve.server.engine.listen_options import EngineListenOptions
-from specserve.server.engine.messages import Failed, Ready
+from specserve.server.engine.messages import Failed, KVReport, Ready
 from specserve.server.engine.relay import HeadlessSession, Relay
 from specserve.server.engine.spawn import EngineSpawner
 from specserve.server.engine.supervisor import Supervisor
 
 _log = logging.getLogger("specserve")
 _MOST_STRANGERS = 64  # connections that have not proved anything; more are closed at once
+_MOST_ENGINES = 256  # that fetch KV at once
 _SAID_AGAIN_S = 60.0
 _LOOK_S = 0.05  # between two looks at whether all requests have ended, while draining
 _BUSY = "Another server has this engine, and an engine serves one at a time."
@@ -60,6 +63,15 @@ class HeadlessEngine:
         self._digest = ""
         self._server: asyncio.Server | None = None
         self._relay = Relay()
+        self.role, self.kv_address = listen.role, listen.kv_address
+        self.exchanges_kv = self.role != "both"
+        if self.exchanges_kv and not options.get("prefix_caching", True):
+            raise ConfigError(
+                f"--role {self.role}: what is computed for others is handed on by the prefix cache. Switch it on."
+            )
+        self._engines: set[HeadlessSession] = set()  # that fetch KV here
+        self._peer_tls = listen.peer_tls() if self.role == "decode" else None
+        self.kv = KVRelay(self._tell_kv)
         self._supervisor: _Supervisor | None = None
         self._session: HeadlessSession | None = None
         self._strangers: set[HeadlessSession] = set()
@@ -95,6 +107,8 @@ class HeadlessEngine:
         """Listen, and begin to load; where it listens. Raises ConfigError for an address that cannot be had, ModelError
         for files that cannot be read."""
         self._digest = await asyncio.to_thread(model_digest, self._folder)
+        if self.role == "decode":
+            self.kv.fetcher = Fetcher(self._secret, self._digest, self._peer_tls, self._listen.check_peer)
         host, port = self._listen.address.host, self._listen.address.port
         secured: dict[str, Any] = {"ssl": self._tls}
         if self._tls is not None:
@@ -110,7 +124,8 @@ class HeadlessEngine:
                 f"--listen {self._listen.address} cannot be listened on: {error.strerror or error}. Choose another "
                 "port (0: any that is free) or address."
             ) from error
-        self._supervisor = _Supervisor(self, self._options, self._relay, self._timeouts, self._spawner)
+        told = self._options, self._relay, self._timeouts, self._spawner
+        self._supervisor = _Supervisor(self, self.exchanges_kv, *told)
         self._supervisor.finished.add_done_callback(self._gave_up)
         return self.address
 
@@ -134,8 +149,9 @@ class HeadlessEngine:
         self._is_leaving = True
         if self._server is not None:
             self._server.close()
-        for session in (*self._strangers, *([self._session] if self._session else ())):
+        for session in (*self._strangers, *self._engines, *([self._session] if self._session else ())):
             session.close("The engine is ending.")
+        self.kv.abandon()
         if self._supervisor is not None:
             await self._supervisor.close()
         elif self._spawner is not None:
@@ -149,6 +165,18 @@ class HeadlessEngine:
             raise LinkError(_BUSY, is_told=True)
         if self.num_open:
             raise LinkError("The engine is still ending the last server's requests.", is_told=True)
+
+    def admit_engine(self) -> None:
+        """Raises LinkError where no engine that fetches KV is taken now."""
+        if self.role != "prefill":
+            raise LinkError(f"This engine has --role {self.role}, and hands on no KV.", is_final=True, is_told=True)
+        if len(self._engines) >= _MOST_ENGINES:
+            raise LinkError(f"{_MOST_ENGINES} engines fetch KV here already.", is_told=True)
+
+    def opened_by_engine(self, session: HeadlessSession) -> None:
+        """An engine has come that fetches KV."""
+        self._strangers.discard(session)
+        self._engines.add(session)
 
     def opened(self, session: HeadlessSession) -> None:
         """A server has come."""
@@ -165,19 +193,24 @@ class HeadlessEngine:
             self._strangers.discard(session)
             self._log_stranger(session.peer, str(error))
             return
+        self._engines.discard(session)
         if session is not self._session:
             return
         self._session = self._relay.session = None
         _log.warning("The server at %s has gone: %s", session.peer, error)
+        self.kv.abandon()
         self._relay.abort_all(self.supervisor)
 
     def became_ready(self) -> None:
         """The engine takes requests."""
+        ready = self.supervisor.ready
+        self.kv.most_bytes = int(ready.kv_cache_gib * 2**30) if ready is not None else 0
         if self._session is not None:
             self._session.announce(self.supervisor)
 
     def dropped(self, cause: str, failure: Failed | None) -> None:
         """The engine has gone, and its requests with it."""
+        self.kv.abandon()
         if self._session is not None and not self._is_leaving:
             _log.error("The engine has gone, and the server is told: %s", cause)
             self._session.fail(failure or Failed(cause))
@@ -185,9 +218,14 @@ class HeadlessEngine:
     def _accept(self) -> asyncio.Protocol:
         if len(self._strangers) >= _MOST_STRANGERS:
             return _Surplus()
-        session = HeadlessSession(self, engine_handshake(self._secret, self._name, self._digest, self.admit))
+        who = self._secret, self._name, self._digest
+        session = HeadlessSession(self, engine_handshake(*who, self.admit, self.admit_engine))
         self._strangers.add(session)
         return session.connection
+
+    def _tell_kv(self, report: KVReport) -> None:
+        if self._session is not None:
+            self._session.tell_kv(report)
 
     def _log_stranger(self, peer: str, text: str) -> None:
         """Once a minute what one and the same does again and again."""
@@ -215,9 +253,10 @@ class _Surplus(asyncio.Protocol):
 class _Supervisor(Supervisor):
     """Tells the headless engine what becomes of its process."""
 
-    def __init__(self, owner: HeadlessEngine, *arguments: Any) -> None:
+    def __init__(self, owner: HeadlessEngine, exchanges_kv: bool, *arguments: Any) -> None:
         self._owner = owner
         super().__init__(*arguments)
+        self._exchanges_kv = exchanges_kv
 
     def _notice_ready(self) -> None:
         was_ready = self.state is State.READY

@@ -13,6 +13,7 @@ from enum import Enum
 from specserve.adapters import AdapterDone, AdapterInfo, AdapterSource
 from specserve.engine.request import Request
 from specserve.errors import EngineError, SpecserveError
+from specserve.parallel.frame import TIMEOUT_S
 from specserve.server.engine.client import EngineClient, Observer
 from specserve.server.engine.messages import Gauges, Ready
 from specserve.server.metrics_totals import ReplicaStatus
@@ -36,6 +37,7 @@ class Timeouts:
     start_s: float = 900.0  # until the engine is ready
     stall_s: float = 9.5  # without a beat of the engine's pulse while requests are open
     loop_s: float = 600.0  # of steps that bring no sequence further while requests are open
+    kv_s: float = TIMEOUT_S  # from asking another engine for KV to having it, or hearing that it comes
     attempts: int = 3  # starts in a row that fail before the engine was ready
 
 

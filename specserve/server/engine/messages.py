@@ -7,7 +7,7 @@ Every message is typed, so bytes that are not one are refused by the decoder; no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -16,14 +16,17 @@ from specserve.engine.request import Request
 from specserve.errors import CapacityError, ConfigError, ModelError, SpecserveError
 from specserve.types import Event
 
+Role: TypeAlias = Literal["both", "prefill", "decode"]  # whether it answers, and whose prompts it computes
+
 
 class Configure(msgspec.Struct, frozen=True, tag="configure"):
     """Load, the first of all commands. `options` are EngineConfig's fields; `num_engines`, this one included, are to
-    share the memory that is free now. `exchanges_kv`: cached prefixes go to and come from other engines."""
+    share the memory that is free now. With `kv_timeout_s` cached prefixes go to and come from other engines, which have
+    that time to say so, or to send them."""
 
     options: dict[str, Any]
     num_engines: int = 1
-    exchanges_kv: bool = False
+    kv_timeout_s: float = 0.0
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
@@ -78,20 +81,30 @@ class ReleaseKV(msgspec.Struct, frozen=True, tag="release_kv"):
 
 
 class ImportKV(msgspec.Struct, frozen=True, tag="import_kv"):
-    """The frame that this request awaits lies at that path; or, with a `reason`, there will be none."""
+    """The frame that this request awaits lies at that path, or is to be fetched under the request's id from the engine
+    at `address`; or, with a `reason`, there will be none."""
 
     id: str
     path: str
     num_bytes: int
     reason: str
+    address: str = ""
+
+
+class ExpectKV(msgspec.Struct, frozen=True, tag="expect_kv"):
+    """The frame that this request awaits is on its way, and may take so long from now on."""
+
+    id: str
+    within_s: float
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End after the step that is running."""
 
 
-RemoteCommand: TypeAlias = Request | Wake | Abort | Expire | ResetPrefixCache | LoadAdapter | UnloadAdapter
-Command: TypeAlias = Configure | RemoteCommand | ExportKV | ReleaseKV | ImportKV | Stop
+KVCommand: TypeAlias = ExportKV | ReleaseKV | ImportKV
+RemoteCommand: TypeAlias = Request | Wake | Abort | Expire | ResetPrefixCache | LoadAdapter | UnloadAdapter | KVCommand
+Command: TypeAlias = Configure | RemoteCommand | ExpectKV | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +129,7 @@ class Gauges:
     num_prompts_received: int = 0  # of which KV came from another engine
     num_prompt_tokens_received: int = 0
     num_transfer_failures: int = 0  # of KV that was to come, and was computed
+    transfer_s: float = 0.0  # that KV which came was awaited
     step_s: float = 0.0  # of a step for those that run now, without drafts, as measured; 0: not yet
     prompt_token_s: float = 0.0  # that a token of a prompt adds to a step; 0: not yet
     context_token_s: float = 0.0  # that it adds for each token that it reads
@@ -156,7 +170,7 @@ class KVWanted(msgspec.Struct, frozen=True, tag="kv_wanted"):
 
 
 class KVExported(msgspec.Struct, frozen=True, tag="kv_exported"):
-    """What ExportKV asked for, as ImportKV has it."""
+    """What ExportKV asked for, as ImportKV has it; without a path it is to be fetched."""
 
     id: str
     path: str
@@ -177,7 +191,9 @@ KVReport: TypeAlias = KVWanted | KVExported | KVImported
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The engine takes requests. `drafters` are the names that a request may ask for, `refused_drafters` why others
-    may not be; `drafter` is the engine's own. `phases` are the seconds that its start took, in order."""
+    may not be; `drafter` is the engine's own. `phases` are the seconds that its start took, in order. An engine
+    elsewhere has a `role`, and others fetch KV from it at `kv_address`, "": where its server connects to it. `numerics`
+    is what the bits of its KV depend on, as in a frame's header, where it exchanges KV."""
 
     vocab_size: int
     max_model_len: int
@@ -193,6 +209,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     kv_cache_gib: float = 0.0
     num_prefix_blocks: int = 0  # that its prefix cache can have; 0 without one
     block_size: int = 16
+    role: Role = "both"
+    kv_address: str = ""
+    numerics: str = ""
 
 
 FINAL: tuple[type[SpecserveError], ...] = (ConfigError, ModelError, CapacityError)

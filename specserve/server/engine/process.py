@@ -40,11 +40,13 @@ from specserve.server.engine.messages import (
     AdapterChanged,
     Command,
     Configure,
+    ExpectKV,
     Expire,
     ExportKV,
     Failed,
     Gauges,
     ImportKV,
+    KVCommand,
     KVExported,
     KVImported,
     KVWanted,
@@ -192,12 +194,12 @@ class EngineProcess:
                 self._port.load_adapter(command.source, command.replaces, partial(self._tell, command.number))
             case UnloadAdapter():
                 self._port.unload_adapter(command.name, partial(self._tell, command.number))
-            case ExportKV() | ReleaseKV() | ImportKV():
+            case ExportKV() | ReleaseKV() | ImportKV() | ExpectKV():
                 self._exchange_kv(command)
             case Stop():
                 self._stopping = True
 
-    def _exchange_kv(self, command: ExportKV | ReleaseKV | ImportKV) -> None:
+    def _exchange_kv(self, command: KVCommand | ExpectKV) -> None:
         assert self._exchange is not None, "an engine is told so that may be asked for KV"
         match command:
             case ExportKV(id, tokens, salt, adapter, first_block):
@@ -206,6 +208,8 @@ class EngineProcess:
                 self._exchange.release(id)
             case ImportKV(id, path, num_bytes, reason):
                 self._exchange.take(id, path, num_bytes, reason)
+            case ExpectKV(id, within_s):
+                self._exchange.connector.expect(id, within_s)
 
     def _tell(self, number: int, found: AdapterInfo | SpecserveError) -> None:
         if isinstance(found, SpecserveError):
@@ -255,6 +259,7 @@ class EngineProcess:
             num_prompts_received=engine.scheduler.awaiting.num_prompts,
             num_prompt_tokens_received=engine.scheduler.awaiting.num_tokens,
             num_transfer_failures=engine.scheduler.awaiting.num_failures,
+            transfer_s=engine.scheduler.awaiting.seconds,
             step_s=step_s,
             prompt_token_s=prompt_token_s,
             context_token_s=context_token_s,
@@ -279,9 +284,9 @@ class _KVReplies:
         self._send(KVImported(request_id, num_tokens, reason))
 
 
-def _exchange(built: Built, wire: Wire) -> KVExchange:
+def _exchange(built: Built, wire: Wire, timeout_s: float) -> KVExchange:
     """Lets the engine take KV from others, and give them its own."""
-    exchange = KVExchange(built.prefix_transfer(), built.engine.cache.block_size, _KVReplies(wire))
+    exchange = KVExchange(built.prefix_transfer(), built.engine.cache.block_size, _KVReplies(wire), timeout_s)
     built.engine.scheduler.awaiting.connector = exchange.connector
     return exchange
 
@@ -300,13 +305,13 @@ def main(descriptor: int, memory: int, parent: int, *replica: int) -> int:
         _check_device(config, configure.num_engines)
         built = build(config, num_engines=configure.num_engines, pulse=memory, lockstep=lockstep)
         built.ops.watch(pulse := Pulse(memory))
-        exchange = _exchange(built, wire) if configure.exchanges_kv else None
+        exchange = _exchange(built, wire, configure.kv_timeout_s) if configure.kv_timeout_s else None
         loaded = time.perf_counter()
         port = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers), built.loader)
         _warm_up(port)
         phases = {"load": loaded - begun, "warm-up": time.perf_counter() - loaded}
         gc.freeze()  # what was loaded stays; to look at all of it takes 0.1 s, in which nobody gets a token
-        wire.send(_ready(built, config, phases))
+        wire.send(_ready(built, config, phases, exchange))
         EngineProcess(wire, port, pulse, exchange, lockstep).run()
         port.close()
         if exchange is not None:
@@ -358,7 +363,7 @@ def _warm_up(port: LocalPort) -> None:
     port.engine.drafting.draft_seconds.clear()
 
 
-def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Ready:
+def _ready(built: Built, config: EngineConfig, phases: dict[str, float], exchange: KVExchange | None) -> Ready:
     engine = built.engine
     refused = engine.policy.nameable()
     return Ready(
@@ -385,6 +390,7 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
         kv_cache_gib=built.num_kv_bytes / GIB,
         num_prefix_blocks=engine.cache.num_blocks if config.prefix_caching else 0,
         block_size=config.block_size,
+        numerics="" if exchange is None else exchange.numerics,
     )
 
 

@@ -15,18 +15,24 @@ from specserve.errors import EngineError, InputError, SpecserveError
 from specserve.parallel.handshake import MOST_MESSAGE_BYTES, Agreed, Handshake, LinkError
 from specserve.server.engine.client import UnknownAdapterError
 from specserve.server.engine.keeper import EngineKeeper, State
+from specserve.server.engine.kv_relay import KVRelay
 from specserve.server.engine.messages import (
     Abort,
     AdapterChanged,
     Expire,
+    ExportKV,
     Failed,
     Gauges,
+    ImportKV,
+    KVReport,
     Leaving,
     LoadAdapter,
     Refused,
+    ReleaseKV,
     RemoteCommand,
     Report,
     ResetPrefixCache,
+    Role,
     Stepped,
     UnloadAdapter,
     Wake,
@@ -75,9 +81,15 @@ class Relay:
 class Owner(Protocol):
     """Whose sessions they are."""
 
+    kv: KVRelay
+    role: Role
+    kv_address: str
+    exchanges_kv: bool
+
     @property
     def supervisor(self) -> EngineKeeper: ...
     def opened(self, session: HeadlessSession) -> None: ...
+    def opened_by_engine(self, session: HeadlessSession) -> None: ...
     def closed(self, session: HeadlessSession, error: LinkError) -> None: ...
 
 
@@ -91,6 +103,7 @@ class HeadlessSession:
         self._gauges: Gauges | None = None  # that were sent last
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._is_of_engine = False  # that fetches KV
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(RemoteCommand).decode
 
@@ -99,11 +112,19 @@ class HeadlessSession:
         return self.connection.peer
 
     def opened(self, agreed: Agreed) -> None:
+        self._is_of_engine = agreed.purpose == "kv"
+        if self._is_of_engine:
+            self._owner.opened_by_engine(self)
+            return
         self._owner.opened(self)
         self._look()
 
     def received(self, message: bytes) -> None:
         """Obey. Raises LinkError for what no server says now."""
+        kv = self._owner.kv
+        if self._is_of_engine:
+            self.connection.send(kv.answer(message))
+            return
         command, engine = self._decode(message), self._owner.supervisor
         if engine.state is not State.READY:
             raise LinkError("It said something before the engine was ready.")
@@ -115,6 +136,8 @@ class HeadlessSession:
                 client.wake_engine()
             case Abort():
                 client.abort(command.id, command.index)
+                if command.index is None:
+                    kv.forget(command.id)
             case Expire():
                 client.expire(command.id)
             case ResetPrefixCache():
@@ -123,6 +146,10 @@ class HeadlessSession:
                 self._change(command.number, engine.load_adapter(command.source, command.replaces))
             case UnloadAdapter():
                 self._change(command.number, engine.unload_adapter(command.name))
+            case ExportKV() | ReleaseKV() | ImportKV():
+                if not self._owner.exchanges_kv:
+                    raise LinkError("It spoke of KV to an engine with --role both.")
+                kv.obey(command, client)
 
     def closed(self, error: LinkError) -> None:
         if self._timer is not None:
@@ -136,10 +163,16 @@ class HeadlessSession:
     def announce(self, engine: EngineKeeper) -> None:
         """The engine takes requests, with the adapters that it has now."""
         assert engine.ready is not None, "it said so when it was ready"
-        self._send(msgspec.structs.replace(engine.ready, adapters=list(engine.adapters.values())))
+        role, address = self._owner.role, self._owner.kv_address
+        adapters = list(engine.adapters.values())
+        self._send(msgspec.structs.replace(engine.ready, adapters=adapters, role=role, kv_address=address))
 
     def announce_leave(self) -> None:
         self._send(Leaving())
+
+    def tell_kv(self, report: KVReport) -> None:
+        """What becomes of KV."""
+        self._send(report)
 
     def fail(self, failed: Failed) -> None:
         """The engine has gone: no request has any more events."""
@@ -156,13 +189,18 @@ class HeadlessSession:
     def _submit(self, request: Request) -> None:
         def listen(event: Event | SpecserveError) -> None:
             """Events go the observer's way; what ends all requests ends this session, too."""
+            if self._owner.exchanges_kv:
+                self._owner.kv.forget(request.id)  # once there are tokens no KV is awaited any more
             if isinstance(event, InputError):
                 self._send(Refused(request.id, str(event), event.param, event.code))
 
+        client = self._owner.supervisor.client
         try:
-            self._owner.supervisor.client.submit(request, listen)
+            client.submit(request, listen)
         except InputError as error:
             raise LinkError(str(error)) from error
+        if self._owner.exchanges_kv:
+            self._owner.kv.expect(request, client)
 
     def _change(self, number: int, change: Coroutine[Any, Any, AdapterInfo]) -> None:
         async def changed() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 import ssl
 import time
 from collections.abc import Callable
@@ -16,14 +14,14 @@ from typing import Any
 import msgspec
 
 from specserve.checkpoint.identity import model_digest
-from specserve.cluster.connection import HANDSHAKE_S, TLS_SHUTDOWN_S, Connection
+from specserve.cluster.connection import Connection, connect
 from specserve.parallel.address import Address
 from specserve.parallel.handshake import MOST_MESSAGE_BYTES, Agreed, LinkError, Welcome, server_handshake
 from specserve.parallel.security import read_secret, server_tls
 from specserve.server.engine.client import EngineClient, Observer
 from specserve.server.engine.group import Member, ReplicaGroup
 from specserve.server.engine.keeper import State, Timeouts
-from specserve.server.engine.messages import Leaving, Ready, Report, Stepped
+from specserve.server.engine.messages import Leaving, Ready, Report, Role, Stepped
 from specserve.server.metrics_totals import ReplicaStatus
 from specserve.server.options import ServeOptions
 from specserve.types import Event
@@ -32,7 +30,6 @@ _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two tries to connect; each is twice as long as the one before
 _REFUSED_PAUSE_S = 30.0  # where a try will fail until somebody does something about it
 _SAID_AGAIN_S = 60.0  # the same cause in the log
-_CONNECT_S = 5.0
 _LOOK_S = 0.05  # between two looks at whether all requests have ended, while draining
 
 
@@ -57,16 +54,7 @@ class Dialer:
         """Have the client connected, and its handshake done. Raises LinkError."""
         connection = Connection(server_handshake(self.secret, self.heartbeat_s, self._check), client)
         client.attach(connection)
-        options: dict[str, Any] = {}
-        if self.tls is not None:
-            options = {"ssl": self.tls, "server_hostname": address.host}
-            options |= {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": TLS_SHUTDOWN_S}
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(_CONNECT_S + (HANDSHAKE_S if self.tls else 0)):
-                await loop.create_connection(lambda: connection, address.host, address.port, **options)
-        except (OSError, ssl.SSLError) as error:  # TimeoutError is one
-            raise _cannot_connect(error) from error
+        await connect(connection, address, self.tls, "--engine-ca")
         await asyncio.shield(client.agreed)
 
     def _check(self, welcome: Welcome) -> None:
@@ -76,20 +64,6 @@ class Dialer:
                 f"{self.model!r} here (digest {self.digest[:12]}). Engines and server need the same model.",
                 is_final=True,
             )
-
-
-def _cannot_connect(error: Exception) -> LinkError:
-    if isinstance(error, socket.gaierror):
-        return LinkError(f"Its name cannot be resolved: {error.strerror}.")
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return LinkError(f"Its certificate is not accepted: {error.verify_message}. See --engine-ca.", is_final=True)
-    if isinstance(error, ssl.SSLError):
-        text = f"It cannot speak TLS with this server: {error.reason or error}. Was it started with --tls-cert?"
-        return LinkError(text, is_final=True)
-    if isinstance(error, TimeoutError):
-        return LinkError("It does not answer.")
-    number = getattr(error, "errno", None)
-    return LinkError(f"It cannot be connected to: {os.strerror(number) if number else error}.")
 
 
 class RemoteClient(EngineClient):
@@ -191,6 +165,14 @@ class RemoteEngine(Member):
     def pid(self) -> None:
         """Its process is elsewhere."""
         return
+
+    @property
+    def role(self) -> Role:
+        return "both" if self.ready is None else self.ready.role
+
+    @property
+    def kv_address(self) -> str:
+        return (self.ready.kv_address if self.ready is not None else "") or str(self.address)
 
     @property
     def status(self) -> ReplicaStatus:

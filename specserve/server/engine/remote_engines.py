@@ -14,7 +14,7 @@ from specserve.errors import ConfigError, EngineError, InputError, SpecserveErro
 from specserve.parallel.address import Address
 from specserve.parallel.handshake import LinkError
 from specserve.server.engine.client import Observer
-from specserve.server.engine.group import ReplicaGroup
+from specserve.server.engine.group import ONLY_PREFILL, ReplicaGroup
 from specserve.server.engine.keeper import State, Timeouts
 from specserve.server.engine.messages import Ready
 from specserve.server.engine.remote import Dialer, RemoteEngine
@@ -44,9 +44,10 @@ class RemoteEngines(ReplicaGroup[RemoteEngine]):
         observers: Callable[[int], Observer],
         timeouts: Timeouts | None = None,
         membership: Membership | None = None,
+        least_tokens: int | None = None,
     ) -> None:
         self._block_size = EngineConfig().block_size
-        super().__init__(Router(0, self._block_size))
+        super().__init__(0, self._block_size, least_tokens)
         self._dialer, self._observers = dialer, observers
         self._timeouts = timeouts or Timeouts()
         self._is_complete = membership is None
@@ -67,17 +68,17 @@ class RemoteEngines(ReplicaGroup[RemoteEngine]):
     def state(self) -> State:
         if not self._was_ready:
             return State.FAILED if self.finished.done() else State.LOADING
-        return State.READY if self._taking() else State.RESTARTING
+        return State.READY if self._answering() else State.RESTARTING
 
     @property
     def ready(self) -> Ready | None:
-        known = [each.ready for each in (*self._taking(), *self._replicas) if each.ready is not None]
+        known = [each.ready for each in (*self._answering(), *self._replicas) if each.ready is not None]
         return known[0] if known else None
 
     @property
     def num_places(self) -> int:
         """Sequences that run at once in those that take requests."""
-        return sum(each.ready.max_num_seqs for each in self._taking() if each.ready is not None)
+        return sum(each.ready.max_num_seqs for each in self._answering() if each.ready is not None)
 
     @property
     def loads(self) -> dict[str, Load]:
@@ -105,10 +106,11 @@ class RemoteEngines(ReplicaGroup[RemoteEngine]):
         number = next((i for i, each in enumerate(self._replicas) if each.is_gone), len(self._replicas))
         if number == len(self._replicas):
             self._router.add_engine()
-        self._router.forget(number)
+            self._prompts.add_engine()
         told = self._dialer, self._observers(number), self._timeouts, self.check_alike, self.failed
         engine = RemoteEngine(self, number, parsed, *told)
         self._replicas[number : number + 1] = [engine]
+        self._forget(engine)
         engine.finished.add_done_callback(self._one_finished)
 
     async def remove_engine(self, address: str, drain_s: float = 30.0) -> None:
@@ -122,23 +124,50 @@ class RemoteEngines(ReplicaGroup[RemoteEngine]):
 
     def became_ready(self, member: RemoteEngine) -> None:
         assert member.ready is not None, "it said so"
+        if self._block_size != member.ready.block_size:
+            self._block_size = member.ready.block_size
+            self._router = Router(len(self._replicas), self._block_size)
+            self._prompts.resize(len(self._replicas), self._block_size)
+        if not self._was_ready and member.role == "prefill":
+            self._forget(member)
+            self._look_for_answers()
+            return
         if not self._was_ready:
             self.adapters = dict(member.adapters)
             self._was_ready = True
             self._first.set()
-        if self._block_size != member.ready.block_size:
-            self._block_size = member.ready.block_size
-            self._router = Router(len(self._replicas), self._block_size)
+            for each in self._taking():  # which only compute prompts
+                if each is not member:
+                    super().became_ready(each)
         super().became_ready(member)
+
+    def _look_for_answers(self) -> None:
+        """Give up where all engines that there will be only compute prompts."""
+        if self._is_complete and len(self._taking()) == len(self._replicas) and not self.finished.done():
+            self._give_up(ConfigError(f"{_OPTION}: no engine answers: {ONLY_PREFILL}"))
+        else:
+            _log.info("An engine is ready that only computes prompts; one that answers is waited for.")
 
     def check_alike(self, ready: Ready) -> None:
         """Raises LinkError for an engine whose answers would not be those of the engines that take requests."""
         others = [each.ready for each in self._taking() if each.ready is not None]
-        if not others:
-            return
-        other = others[0]
-        options = {"max_model_len": "--max-model-len", "drafter": "--drafter", "drafters": "--drafter"}
-        options |= {"block_size": "--block-size", "vocab_size": "--model"}
+        for answers in (True, False):
+            same = [other for other in others if (other.role != "prefill") is answers]
+            if same:
+                self._check_pair(ready, same[0])
+
+    def _check_pair(self, ready: Ready, other: Ready) -> None:
+        """As `check_alike`, of two. One that only computes prompts may draft otherwise: KV of its head is dropped."""
+        options = {"max_model_len": "--max-model-len", "block_size": "--block-size", "vocab_size": "--model"}
+        if (ready.role == "prefill") == (other.role == "prefill"):
+            options |= {"drafter": "--drafter", "drafters": "--drafter"}
+        elif ready.drafter != other.drafter:
+            first, second = (ready, other) if ready.role == "prefill" else (other, ready)
+            _log.warning(
+                "Engines that compute prompts draft with %s, and those that answer with %s: KV of a draft head or "
+                "draft model is not sent.",
+                *(first.drafter, second.drafter),
+            )
         pairs = {name: (getattr(ready, name), getattr(other, name), option) for name, option in options.items()}
         pairs |= {name: (ready.about.get(name), other.about.get(name), key) for name, key in _DECISIVE.items()}
         for name, (mine, theirs, option) in pairs.items():
@@ -147,6 +176,13 @@ class RemoteEngines(ReplicaGroup[RemoteEngine]):
                     f"Its {name} is {mine}, and that of the other engines {theirs}. Start all with the same {option}.",
                     is_final=True,
                 )
+        if {ready.role, other.role} == {"prefill", "decode"} and ready.numerics != other.numerics:
+            raise LinkError(
+                f"Its KV is computed with {ready.numerics}, and that of the other engines with {other.numerics}: "
+                "neither could use the other's. Start them with the same --device, --isa, --dtype, --quantization and "
+                "--tensor-parallel-size.",
+                is_final=True,
+            )
         for name in _ROUNDING:
             if ready.about.get(name) != other.about.get(name):
                 _log.warning(

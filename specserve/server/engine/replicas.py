@@ -11,18 +11,14 @@ from functools import partial
 from typing import Any
 
 from specserve.adapters import AdapterInfo
-from specserve.cluster.prefill import TransferCost
-from specserve.cluster.router import Load, Router
+from specserve.cluster.router import Load
 from specserve.config import EngineConfig
-from specserve.engine.port import RequestPort
-from specserve.engine.request import Request
 from specserve.errors import CapacityError, ConfigError, SpecserveError
 from specserve.machine.cores import THREADS, default_threads, usable_cores
-from specserve.server.engine.client import EngineClient, Observer
+from specserve.server.engine.client import Observer
 from specserve.server.engine.group import Member, ReplicaGroup
-from specserve.server.engine.handoff import Handoff
 from specserve.server.engine.keeper import State, Timeouts
-from specserve.server.engine.messages import Gauges, Ready
+from specserve.server.engine.messages import Ready, Role
 from specserve.server.engine.spawn import EngineSpawner
 from specserve.server.engine.supervisor import Supervisor
 from specserve.server.engine.together import Together
@@ -58,17 +54,14 @@ class Replicas(ReplicaGroup["Replica"]):
         least_tokens: int | None = None,
         divides_experts: bool = False,
     ) -> None:
-        self.size, self.num_prefill, self._least_tokens = num_replicas, num_prefill, least_tokens
+        self.size, self.num_prefill = num_replicas, num_prefill
         self._config = EngineConfig(**options)
         _check_prefill(self._config, num_prefill)
         check_experts(self._config, divides_experts)
-        super().__init__(Router(num_replicas, self._config.block_size))
+        super().__init__(num_replicas, self._config.block_size, least_tokens)
         self._options = {**options, **_threads_of(self._config, num_replicas)}
         self._observers, self._timeouts = observers, timeouts
-        self._prefill_router = Router(num_replicas, self._config.block_size)
-        self._transfer_cost = TransferCost()
         self._have_started = False
-        self._num_not_computed = 0  # prompts that were sent elsewhere for nothing
         self._together = Together(num_replicas) if divides_experts else None
         if self._together is None:
             self._replicas.append(self._replica(0, num_replicas, spawner))
@@ -90,64 +83,19 @@ class Replicas(ReplicaGroup["Replica"]):
         found = [*started] + [waiting] * (self.size - len(started))
         return [replace(each, role=self.role(number)) for number, each in enumerate(found)]
 
-    @property
-    def gauges(self) -> Gauges:
-        gauges = super().gauges
-        return replace(gauges, num_transfer_failures=gauges.num_transfer_failures + self._num_not_computed)
-
-    def role(self, number: int) -> str:
+    def role(self, number: int) -> Role:
         """Of a replica: "both" where none has one of its own."""
         if not self.num_prefill:
             return "both"
         return "prefill" if number >= self.size - self.num_prefill else "decode"
 
-    def place(self, request: Request) -> RequestPort:
-        member = self._choose(request)
-        source = self._source(request, member) if self.num_prefill else None
-        if source is None:
-            return member.client
-        source.num_requests += 1
-        return Handoff(source.client, lambda: self._again(member, request), self)
-
-    async def reset_prefix_cache(self) -> None:
-        await super().reset_prefix_cache()
-        for each in self._replicas:
-            self._prefill_router.forget(each.number)
-
-    def transferred(self, num_tokens: int, milliseconds: float) -> None:
-        self._transfer_cost.observe(num_tokens, milliseconds)
-
-    def not_computed(self) -> None:
-        self._num_not_computed += 1
-
     def _loads(self, adapter: AdapterInfo | None) -> list[Load | None]:
         """Those that compute prompts for others answer where no other can."""
-        loads = super()._loads(adapter)
-        answering = [None if self.role(i) == "prefill" else load for i, load in enumerate(loads)]
-        return answering if any(answering) else loads
+        answering = super()._loads(adapter)
+        return answering if any(answering) else [each.load(adapter) for each in self._replicas]
 
-    def _source(self, request: Request, member: Replica) -> Replica | None:
-        """Who computes the prompt of a request that this member answers; None: that does itself."""
-        if self.role(member.number) == "prefill" or request.params.prompt_logprobs is not None or request.embeds:
-            return None
-        adapter, num_tokens = self._adapter_of(request), self._router.num_uncached
-        load, loads = member.load(adapter), super()._loads(adapter)
-        free = [None if each is None or each.num_waiting else each for each in loads]
-        free = [each if self.role(i) == "prefill" else None for i, each in enumerate(free)]
-        if not any(free) or load is None or num_tokens <= self._config.block_size:
-            return None
-        if self._least_tokens is None:
-            pays = self._transfer_cost.pays(num_tokens, load.prompt_token_ms)
-        else:
-            pays = num_tokens >= self._least_tokens
-        if not pays:
-            return None
-        digest = adapter.digest if adapter else ""
-        return self._replicas[self._prefill_router.choose(request.prompt_ids, request.salt, free, digest)]
-
-    def _again(self, member: Replica, request: Request) -> EngineClient:
-        """The engine that answers, once the prompt is computed: the one that was chosen, if that is still there."""
-        return (member if member.state is State.READY else self._choose(request)).client
+    def _answering(self) -> list[Replica]:
+        return super()._answering() or self._taking()
 
     async def wait_until_ready(self) -> Ready:
         """What the first said when it was ready. Raises EngineError with the cause when it could not start."""
@@ -157,7 +105,6 @@ class Replicas(ReplicaGroup["Replica"]):
         if not self._have_started:
             self._have_started, self.adapters = True, dict(member.adapters)
         _log.info("Replica %d of %d is ready.", member.number, self.size)
-        self._prefill_router.forget(member.number)
         super().became_ready(member)
 
     def ended(self, member: Replica, cause: str) -> str:
@@ -207,6 +154,10 @@ class Replica(Member, Supervisor):
         Supervisor.__init__(self, options, observer, timeouts, spawner, f"Replica {number}: ", num_engines)
         self._exchanges_kv = bool(group.num_prefill)
 
+    @property
+    def role(self) -> Role:
+        return self._siblings.role(self.number)
+
     def _engine_options(self) -> dict[str, Any]:
         """The next engine's cache is as large as the last one's, without regard to what others took since."""
         options = super()._engine_options()
@@ -232,11 +183,6 @@ def _check_prefill(config: EngineConfig, num_prefill: int) -> None:
         return
     if not config.prefix_caching:
         raise ConfigError("--prefill-replicas: what they compute is handed on by the prefix cache. Switch it on.")
-    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "--prefill-replicas: their models must be in one process each; leave out --tensor-parallel-size and "
-            "--pipeline-parallel-size."
-        )
 
 
 def check_experts(config: EngineConfig, divides_experts: bool) -> None:

@@ -114,7 +114,8 @@ class Supervisor(EngineKeeper):
         except OSError as error:  # no descriptors, no memory
             return f"The engine's process cannot be started: {error}."
         self._process = child.process
-        self._client.configure(self._engine_options(), self._num_engines, self._exchanges_kv)
+        kv_timeout_s = self._timeouts.kv_s if self._exchanges_kv else 0.0
+        self._client.configure(self._engine_options(), self._num_engines, kv_timeout_s)
         begun = looked = time.monotonic()
         ended = asyncio.get_running_loop().run_in_executor(self._waiters, self._process.wait)
         while not ended.done():

@@ -106,7 +106,8 @@ class _Life:
         self._supervisor: EngineKeeper | ReplicaGroup[Any]
         if self._are_elsewhere:
             dialer = Dialer.of(options, names[0], folder)
-            self._supervisor = RemoteEngines(options.engine, dialer, metrics.of_replica, timeouts, membership)
+            told = timeouts, membership, options.prefill_min_tokens
+            self._supervisor = RemoteEngines(options.engine, dialer, metrics.of_replica, *told)
         elif num_replicas > 1:
             parts = num_replicas, timeouts, spawner, num_prefill, options.prefill_min_tokens
             self._supervisor = Replicas(started, metrics.of_replica, *parts, options.enable_expert_parallel)

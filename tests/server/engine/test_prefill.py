@@ -27,13 +27,14 @@ from specserve.ops.choice import choose_ops
 from specserve.server.answers import Answers, Prepared
 from specserve.server.chats import Chats
 from specserve.server.engine.client import EngineClient
+from specserve.server.engine.keeper import Timeouts
 from specserve.server.engine.replicas import Replicas, _check_prefill
 from specserve.server.grammar_validator import GrammarValidator
 from specserve.server.metrics import Metrics
 from specserve.server.service import Service
 from specserve.structured.spec import Structured
 from specserve.testing import write_adapter, write_tiny_model
-from specserve.testing.heads import trained_eagle, trained_medusa
+from specserve.testing.heads import trained_eagle
 from specserve.text.tokenizer import Tokenizer
 from specserve.types import SamplingParams, SequenceStats
 
@@ -55,11 +56,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def divided(folder: Path, size: int = 2, least_tokens: int | None = 1, **options: Any) -> AsyncIterator[Service]:
+async def divided(folder: Path, **options: Any) -> AsyncIterator[Service]:
     """Engines of which the last one computes prompts for the others."""
     metrics = Metrics("tiny")
     started = {"model": str(folder), **OPTIONS, **options}
-    replicas = Replicas(started, metrics.of_replica, size, num_prefill=1, least_tokens=least_tokens)
+    timeouts = Timeouts(kv_s=1.0)
+    replicas = Replicas(started, metrics.of_replica, 2, timeouts, num_prefill=1, least_tokens=1)
     service = Service(replicas, Tokenizer(folder), metrics, GrammarValidator(folder), Chats(folder), 2**20)
     try:
         await replicas.wait_until_ready()
@@ -210,53 +212,27 @@ def test_adapters(shared: Shared, folder: Path, tmp_path: Path) -> None:
     shared(play)
 
 
-@pytest.fixture(scope="module")
-def heads(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def test_models_in_several_processes_and_a_head(folder: Path, tmp_path: Path) -> None:
+    """Two stages have the bits of one process; the KV of the head comes along, and its drafts are accepted as by one
+    engine."""
     target = load_model(folder, choose_ops(torch.device("cpu"), "float32", "none", 1))
     assert isinstance(target, Decoder)
     texts = [PROMPT + single(folder, [PROMPT], GREEDY)[0][0]]
-    found = {}
-    for name, (spec, weights, d2t) in (
-        ("eagle", trained_eagle(target, texts, 3, 40)),
-        ("medusa", trained_medusa(target, texts, 40)),
-    ):
-        found[name] = tmp_path_factory.mktemp(name)
-        write_head(found[name], spec, weights, d2t, Verifier(str(folder)))
-    return found
-
-
-@pytest.mark.parametrize("kind", ["eagle", "medusa", "draft_model"])
-def test_drafts_are_accepted_as_by_one_engine(folder: Path, heads: dict[str, Path], kind: str) -> None:
-    """The KV of a head comes along."""
-    options: dict[str, Any] = {"drafter": kind, "drafter_options": {"head": str(heads.get(kind))}, "dtype": "float32"}
-    if kind == "draft_model":
-        options = {"drafter": kind, "draft_model": str(folder), "dtype": "float32"}
+    write_head(tmp_path, *trained_eagle(target, texts, 3, 30), Verifier(str(folder)))
+    options: dict[str, Any] = {"drafter": "eagle", "drafter_options": {"head": str(tmp_path)}, "dtype": "float32"}
     with LLM(str(folder), **OPTIONS | options) as llm:
         one = [llm.generate([PROMPT], params)[0].outputs[0] for params in (GREEDY, SEEDED)]
 
     async def play() -> None:
-        async with divided(folder, **options) as service:
-            for number, params in enumerate((GREEDY, SEEDED)):
-                tokens, stats = await counted(service, PROMPT, params)
-                assert tokens == one[number].token_ids
-                if number == 0:
-                    assert stats.num_received_tokens == 5 * BLOCK
-                    assert stats.num_accepted_tokens > 0
-                    assert stats.accepted_by_position == one[0].stats.accepted_by_position
-                    assert stats.drafted_by_position == one[0].stats.drafted_by_position
+        async with divided(folder, **options, pipeline_parallel_size=2) as service:
+            tokens, stats = await counted(service, PROMPT, GREEDY)
+            assert tokens == one[0].token_ids
+            assert stats.num_received_tokens == 5 * BLOCK
+            assert stats.num_accepted_tokens > 0
+            assert stats.accepted_by_position == one[0].stats.accepted_by_position
+            assert stats.drafted_by_position == one[0].stats.drafted_by_position
+            assert (await counted(service, PROMPT, SEEDED))[0] == one[1].token_ids
             assert failures(service) == 0
-
-    asyncio.run(play())
-
-
-def test_experts(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "mixtral", "mixtral", seed=3)
-    expected = single(folder, [PROMPT], GREEDY)[0]
-
-    async def play() -> None:
-        async with divided(folder, drafter="ngram") as service:
-            assert await answer(service, PROMPT, GREEDY) == expected
-            assert (received(service), failures(service)) == (1, 0)
 
     asyncio.run(play())
 
@@ -325,14 +301,14 @@ def test_an_engine_that_dies_with_a_transfer_leaves_it_to_the_other(
 
 
 def test_requests_that_are_aborted_leave_nothing(shared: Shared, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty rounds: while the prompt is computed, while its KV is awaited, and after."""
+    """Nine rounds: while the prompt is computed, while its KV is awaited, and after."""
     expected = single(folder, [PROMPT], GREEDY)[0]
 
     async def play(service: Service) -> None:
         moment = asyncio.Event()
         hooked(monkeypatch, "export_kv", lambda _: moment.set())
         descriptors = [len(os.listdir(f"/proc/{pid}/fd")) for pid in of(service).pids]
-        for i in range(20):
+        for i in range(9):
             moment.clear()
             running = start(service, PROMPT, GREEDY, salt=b"round%d" % i)
             if i % 3 == 1:
@@ -360,29 +336,23 @@ def test_engines_that_compute_prompts_answer_where_no_other_can(shared: Shared, 
     shared(play)
 
 
-def test_prompts_go_where_it_pays(folder: Path) -> None:
+def test_prompts_go_where_it_pays(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short one is computed where it is answered, and so is one that is cached there."""
 
-    async def play() -> None:
-        async with divided(folder, least_tokens=50) as service:
-            for prompt, counts in ((PROMPT[:40], [1, 0]), (PROMPT, [2, 1]), (PROMPT, [3, 1])):
-                await answer(service, prompt, GREEDY)
-                assert [each.num_requests for each in of(service).replicas] == counts
-            scored = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
-            await answer(service, PROMPT[::-1], scored)
-            assert of(service).replicas[1].num_requests == 1
+    async def play(service: Service) -> None:
+        monkeypatch.setattr(of(service)._prompts, "_least_tokens", 50)
+        await of(service).reset_prefix_cache()
+        before = [each.num_requests for each in of(service).replicas]
+        for prompt, counts in ((PROMPT[:40], [1, 0]), (PROMPT, [2, 1]), (PROMPT, [3, 1])):
+            await answer(service, prompt, GREEDY)
+            assert [each.num_requests - b for each, b in zip(of(service).replicas, before, strict=True)] == counts
+        scored = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+        await answer(service, PROMPT[::-1], scored)
+        assert of(service).replicas[1].num_requests == before[1] + 1
 
-    asyncio.run(play())
+    shared(play)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"prefix_caching": False}, "prefix cache"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
-    ],
-)
-def test_what_cannot_hand_on_prompts_does_not_start(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        _check_prefill(EngineConfig(**options), 1)
+def test_what_cannot_hand_on_prompts_does_not_start() -> None:
+    with pytest.raises(ConfigError, match="prefix cache"):
+        _check_prefill(EngineConfig(prefix_caching=False), 1)
