@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-import numpy as np
-
 from specserve.cache.storage import KVStorage
 from specserve.errors import EngineError, ModelError
 from specserve.models.loader import native_spec
@@ -22,12 +20,10 @@ from specserve.models.sharding import EXPERTS_OPTION, divided_experts
 from specserve.models.spec import ExpertsMlp
 from specserve.ops import Ops
 from specserve.ops.peers import ExpertPeers, ExpertRows
+from specserve.parallel.begun import NUM_BYTES, Begun
 from specserve.runtime.executor import LocalExecutor, MakeMasks, StepOutput, StepRunner
 from specserve.runtime.pack import StepInput, pack
 from specserve.sampling.sampler import Sampler
-
-_HEADER_BYTES = 2**13  # how many steps each has begun, apart from each other so that nobody waits for a cache line
-_APART = 8  # numbers
 
 
 class Lockstep:
@@ -59,15 +55,15 @@ class Lockstep:
         mlps = divided_experts(spec, self.count)
         self.width = _width(mlps, spec.hidden_size, self.count)
         rows = ExpertRows(max_rows, max(mlp.per_token for mlp in mlps), spec.hidden_size)
-        num_bytes = _HEADER_BYTES + ops.expert_memory(self.count, rows)
+        num_bytes = NUM_BYTES + ops.expert_memory(self.count, rows)
         known = os.fstat(self._descriptor).st_size
         if known not in (0, num_bytes):
             raise EngineError("The replicas have read different models: its files were changed while they started.")
         os.ftruncate(self._descriptor, num_bytes)
         mapped = memoryview(mmap.mmap(self._descriptor, num_bytes))
         os.close(self._descriptor)
-        self._begun = np.frombuffer(mapped, np.uint64, self.count * _APART)[::_APART]
-        self._peers = ops.expert_peers(mapped[_HEADER_BYTES:], self.rank, self.count, rows)
+        self._begun = Begun(mapped, self.count)
+        self._peers = ops.expert_peers(mapped[NUM_BYTES:], self.rank, self.count, rows)
         return self._peers
 
     def executor(
@@ -85,18 +81,17 @@ class Lockstep:
 
     def begin(self) -> None:
         """A step, which the others have to take, too."""
-        self._begun[self.rank] += 1
-        for rank, bell in enumerate(self._bells):
-            if self._begun[rank] < self._begun[self.rank]:
-                os.eventfd_write(bell, 1)
+        self._begun.add(self.rank)
+        for rank in self._begun.behind:
+            os.eventfd_write(self._bells[rank], 1)
 
     def join(self) -> bool:
         """Take a step without rows if another replica has begun one that this one has not; whether it was."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.bell)  # before the look: who rings afterwards is heard
-        if self._executor is None or self._begun.max() <= self._begun[self.rank]:
+        if self._executor is None or self.rank not in self._begun.behind:
             return False
-        self._begun[self.rank] += 1
+        self._begun.add(self.rank)
         self._executor.take_empty()
         self.num_empty_steps += 1
         return True

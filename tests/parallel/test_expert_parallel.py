@@ -246,14 +246,17 @@ def test_nobody_steps_while_nobody_has_work(mixtral: Path) -> None:
         answers(found)
         until(lambda: not any(each.port.engine.has_work for each in found if each.port is not None))
         time.sleep(0.05)
-        before = [(each.lockstep._begun.tolist(), each.lockstep.num_empty_steps) for each in found]
+
+        def counts() -> list[tuple[int, int]]:
+            return [(each.lockstep._begun[each.lockstep.rank], each.lockstep.num_empty_steps) for each in found]
+
+        before = counts()
         time.sleep(0.3)
-        assert [(each.lockstep._begun.tolist(), each.lockstep.num_empty_steps) for each in found] == before
-        begun = before[0][0]
-        assert begun[0] == begun[1]
+        assert counts() == before
+        assert before[0][0] == before[1][0]
         found[0].submit("one", PROMPTS[0], GREEDY)
         found[0].tokens("one")
-        taken = int(found[0].lockstep._begun[0]) - begun[0]
+        taken = counts()[0][0] - before[0][0]
         assert taken == GREEDY.max_tokens
         until(lambda: found[1].lockstep.num_empty_steps == before[1][1] + taken)
 

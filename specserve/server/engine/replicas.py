@@ -118,6 +118,12 @@ class Replicas(ReplicaGroup["Replica"]):
                     each.kill()
         return cause
 
+    def waited_for(self, member: Replica) -> str:
+        """Whom a replica's engine waits for, which goes no further."""
+        found = [] if self._together is None else self._together.behind()
+        others = [str(number) for number in found if number != member.number]
+        return f" It waited for replica {', '.join(others)}." if others else ""
+
     async def close(self, hurried: bool = False) -> None:
         await super().close(hurried)
         if self._together is not None:
@@ -168,6 +174,10 @@ class Replica(Member, Supervisor):
 
     async def _run_one(self) -> str:
         return self._siblings.ended(self, await super()._run_one())
+
+    def _trouble(self, begun: float) -> str | None:
+        trouble = super()._trouble(begun)
+        return None if trouble is None else trouble + self._siblings.waited_for(self)
 
     def _may_give_up(self) -> bool:
         return self.ready is None or not self._siblings.takes_requests_without(self)

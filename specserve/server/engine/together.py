@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 
+from specserve.parallel.begun import behind
 from specserve.server.engine.spawn import Inheritance
 
 
@@ -34,6 +35,10 @@ class Together:
         self._lost = number
         self.close()
         return None
+
+    def behind(self) -> list[int]:
+        """Engines that have not begun a step that others have."""
+        return behind(self._descriptors[0], self._count) if self._descriptors else []
 
     def close(self) -> None:
         for descriptor in self._descriptors:

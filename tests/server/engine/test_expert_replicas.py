@@ -82,9 +82,12 @@ async def check_all_end(service: Service, number: int, with_signal: signal.Signa
     pids, restarts = of(service).pids, of(service).num_restarts
     begun = time.monotonic()
     os.kill(pids[number] or 0, with_signal)
+    said = []
     for answers in running:
-        with answers, pytest.raises(EngineError, match="send it again"):
+        with answers, pytest.raises(EngineError, match="send it again") as told:
             await answers.whole()
+        said.append(str(told.value))
+    assert any(f"eplica {number}" in words for words in said), "which one it was"
     assert time.monotonic() - begun < within_s
     await until(lambda: states(service) == ["ready", "ready"])
     assert of(service).num_restarts == restarts + 2
