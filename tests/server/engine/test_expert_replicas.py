@@ -106,10 +106,10 @@ def test_replicas_share_experts_and_fate(tmp_path: Path) -> None:
         expected = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY)]
 
     async def play() -> None:
-        async with divided(folder, stall_s=1.5) as service:
+        async with divided(folder, stall_s=4.0) as service:
             assert await asyncio.gather(*(answer(service, prompt) for prompt in PROMPTS)) == expected
             assert [await answer(service, prompt) for prompt in PROMPTS] == expected
-            for number, with_signal, within_s in ((1, signal.SIGKILL, 3.0), (0, signal.SIGSTOP, 6.0)):
+            for number, with_signal, within_s in ((1, signal.SIGKILL, 3.5), (0, signal.SIGSTOP, 15.0)):
                 before = leftovers()
                 await check_all_end(service, number, with_signal, within_s)
                 assert await asyncio.gather(*(answer(service, prompt) for prompt in PROMPTS)) == expected
