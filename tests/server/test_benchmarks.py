@@ -21,7 +21,7 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "server"
 PROGRAMS = (
     *("aborts", "beside", "kill", "saturated", "streams", "overload", "overhead", "startup"),
-    *("fuzz_server", "fuzz_conversations", "prefill"),
+    *("fuzz_server", "fuzz_conversations", "layouts", "prefill"),
 )
 SHARED = ("client", "findings", "prompts", "served", "sdk_turn", "fuzz_requests")
 TINY = ("--threads=1", "--max-num-seqs=4", "--kv-cache-gib=0.01", "--max-model-len=256")
@@ -78,6 +78,15 @@ def test_prefill(tiny: Path, tmp_path: Path) -> None:
     assert figures["prompts computed elsewhere"] == figures["prompts"] > 0
     assert figures["KV of a prompt awaited, mean"] > 0
     assert figures["the latter over the former, mark"] == 1.2
+
+
+def test_layouts(tiny: Path, tmp_path: Path) -> None:
+    layouts = ("--layout=", "--layout=--data-parallel-size=2")
+    figures = run(
+        "layouts", tiny, tmp_path, *layouts, "--streams=3", "--rounds=1", "--turns=1", "--prompt=8", "--max-tokens=4"
+    )
+    assert figures["no options: throughput over the first layout's"] == 1
+    assert figures["--data-parallel-size=2: requests"] > 0
 
 
 def test_aborts(tiny: Path, tmp_path: Path) -> None:
