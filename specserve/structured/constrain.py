@@ -28,8 +28,6 @@ def constrain(seq: Sequence, draft: Draft, budget: int) -> Draft:
     assert seq.grammar is not None, "free sequences are not constrained"
     is_drawn = draft.q is not None and len(draft) > 0
     branches = _walk(seq.grammar, draft, budget, seq.stop_ids, is_drawn)
-    if len(branches) - 1 == len(draft) == sum(len(branch.tokens) for branch in branches) <= budget:
-        return draft
     placed: list[tuple[int, int, int]] = []  # token, parent, and node of `draft`; -1: forced
     last = {-1: -1}  # where the branch of a node ends
     for node, before, found in sorted(branches):  # parents come before their children
@@ -38,8 +36,10 @@ def constrain(seq: Sequence, draft: Draft, budget: int) -> Draft:
             placed.append((token, at, -1 if i else node))
             at = len(placed) - 1
         last[node] = at
-    tokens, parents, _ = np.array(placed, np.int32).reshape(-1, 3).T.copy()
     origins = [origin for _, _, origin in placed]
+    if origins == [*range(len(draft))]:
+        return draft
+    tokens, parents, _ = np.array(placed, np.int32).reshape(-1, 3).T.copy()
     confidence = None
     if draft.confidence is not None:
         confidence = np.append(draft.confidence, np.float32(1.0))[origins]  # 1 for what is forced

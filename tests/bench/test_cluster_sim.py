@@ -142,7 +142,8 @@ def test_the_comparison_tells(sim: SimpleNamespace) -> None:
 
 def test_a_replica_that_dies_loses_its_own_and_comes_back(sim: SimpleNamespace) -> None:
     asked = calls(sim, "poisson", 150, 15.0)
-    ended = cluster(sim, "router", 2).run(asked, [sim.run.Death(0, 3.0, 2.0)])
+    costs = sim.costs.StepCosts.of(TABLE)
+    ended = cluster(sim, "router", 2, costs=costs).run(asked, [sim.run.Death(0, 3.0, 2.0)])
     failed = [each for each in ended if each.first_s is None]
     assert failed
     assert {each.replica for each in failed} == {0}
