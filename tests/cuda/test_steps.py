@@ -27,7 +27,12 @@ BLOCK, BLOCKS = 16, 40
 TREE = [-1, 0, 0, 1, 2, 1]
 
 
-@pytest.fixture(params=["llama", "gemma3", "bloom", "gptj", "opt_350m"], scope="module")
+FAMILIES = ("llama", "gemma3", "bloom", "gptj", "opt_350m")
+# What is about graphs rather than the ops in them: with and without rotary embeddings.
+of_graphs = pytest.mark.parametrize("folder", ["llama", "bloom"], indirect=True, scope="module")
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("steps") / "tiny", request.param, seed=3)
 
@@ -102,6 +107,7 @@ def test_steps_are_what_they_are_op_by_op(folder: Path, ops: Ops) -> None:
         assert torch.equal(own[:, BLOCK:].cpu(), other[:, BLOCK:].cpu()), "but for the null block"
 
 
+@of_graphs
 def test_a_row_has_its_bits_in_every_bucket(folder: Path, ops: Ops) -> None:
     runner, _ = make(folder, ops)
     context = pack([SequenceRows(tokens(20), 0, range(1, 9))], 1)
@@ -146,6 +152,7 @@ def run(folder: Path, backend: Any, steps: list[StepInput], device: torch.device
     return Output(found.logits.cpu(), found.hidden.cpu(), found.best.cpu())
 
 
+@of_graphs
 def test_outputs_are_captured_anew(folder: Path, ops: Ops) -> None:
     runners = make(folder, ops)
     both(runners, steps()[0], ops)
@@ -162,6 +169,7 @@ def test_outputs_are_captured_anew(folder: Path, ops: Ops) -> None:
             assert (found.top is None) == (top_k == 0)
 
 
+@of_graphs
 def test_rows_whose_keys_are_not_finite_are_told(folder: Path, ops: Ops) -> None:
     runners = make(folder, ops)
     for runner in runners[:1]:
@@ -174,6 +182,7 @@ def test_rows_whose_keys_are_not_finite_are_told(folder: Path, ops: Ops) -> None
     assert found.broken == wanted.broken == []
 
 
+@of_graphs
 def test_a_plan_that_no_recording_takes_runs_op_by_op(folder: Path, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     recordings = KERNELS.find("triton").record.__globals__["GraphRecording"]
     monkeypatch.setattr(recordings, "takes", lambda self, plan: len(plan.numbers) < 1)
@@ -184,6 +193,7 @@ def test_a_plan_that_no_recording_takes_runs_op_by_op(folder: Path, ops: Ops, mo
         assert not found.is_replayed
 
 
+@of_graphs
 def test_longer_contexts_have_graphs_of_their_own(folder: Path, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = KERNELS.find("triton").record.__globals__["GraphRecording"].__init__.__globals__
     monkeypatch.setitem(graphs, "_SPLITS", (1, 2, 2**31))
@@ -207,6 +217,7 @@ def test_a_plan_may_have_more_blocks_than_there_is_room_for(ops: Ops) -> None:
         assert recording.takes(ops.plan(rows, BLOCK)) == fits
 
 
+@of_graphs
 def test_what_cannot_be_captured_runs_op_by_op(
     folder: Path, ops: Ops, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -36,6 +36,7 @@ limit = 1
 max_tokens = 4
 repeats = 1
 [bench.grid]
+categories = ["chat"]
 limit = 1
 max_tokens = 4
 repeats = 1

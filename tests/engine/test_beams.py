@@ -305,13 +305,17 @@ def test_fewer_texts_than_answers(grammatical: Built) -> None:
     assert [event.error_code for event in events] == [None] * num_found + ["no_token_left"] * (4 - num_found)
 
 
-@pytest.mark.parametrize(("width", "penalty", "early"), [(4, 1.0, False), (2, -0.5, True), (8, 2.0, "never")])
-def test_the_real_model(smollm2_safetensors: Path, width: int, penalty: float, early: Any) -> None:
+def test_the_real_model(smollm2_safetensors: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_safetensors)
     reference = transformers.AutoModelForCausalLM.from_pretrained(smollm2_safetensors, dtype=torch.float32).eval()
     engine = make(smollm2_safetensors)
-    params = beams(width, 2, length_penalty=penalty, early_stopping=early)
-    for text in ("The capital of France is", "def fibonacci(n):\n"):
+    asked: tuple[tuple[int, float, Any, str], ...] = (
+        (4, 1.0, False, "The capital of France is"),
+        (2, -0.5, True, "def fibonacci(n):\n"),
+        (8, 2.0, "never", "The capital of France is"),
+    )
+    for width, penalty, early, text in asked:
+        params = beams(width, 2, length_penalty=penalty, early_stopping=early)
         ids = tokenizer(text)["input_ids"]
         same(search(engine, ids, params), expected(reference, ids, params, sorted(engine.limits.eos_ids)))
 

@@ -163,7 +163,9 @@ def all_that_may_stand(state: Spelling, draft: Draft, ends: frozenset[int]) -> l
 
 @settings(max_examples=500)
 @example([[0], [2]], Draft(np.array([0, 2], np.int32), np.array([-1, -1], np.int32)), 0, 1, 1, ())  # room for one
-@example([[0], [1], [2]], Draft(np.array([1, 0], np.int32), np.array([-1, -1], np.int32)), 0, 2, 1, ())  # none for an end
+@example(
+    [[0], [1], [2]], Draft(np.array([1, 0], np.int32), np.array([-1, -1], np.int32)), 0, 2, 1, ()
+)  # none for an end
 @given(
     sentences,
     trees(),
