@@ -39,7 +39,7 @@ class EngineConfig:
       checkpoint whose own integers int4 keeps (GPTQ and AWQ of 4 bits), else none.
     - `isa`: instruction set of the CPU kernels; "auto" is the environment variable SPECSERVE_ISA, else the fastest.
     - `threads`: None is SPECSERVE_THREADS, else the number of cores that this process may use, divided among those that
-      compute at the same time: `tensor_parallel_size`. Stages, `pipeline_parallel_size` of them, take turns.
+      share a step: `tensor_parallel_size`. Stages, `pipeline_parallel_size` of them, have as many each.
     - `kv_cache_gib`: None sizes the cache from free memory.
     - `max_number_digits`: most digits of a number in JSON, where its schema asks for no more.
     - `lora`: LoRA adapters that requests may name, each "name=path" of a PEFT folder, behind which may stand ",pinned"

@@ -25,7 +25,7 @@ Row = tuple[str, str]
 @dataclass(frozen=True, slots=True)
 class Layout:
     """`num_replicas` engines, each of `num_ranks` processes that compute at the same time with `threads` threads; None:
-    a share of the cores. A model's layers are in `num_stages`, each of so many processes, which take turns. With
+    a share of the cores. A model's layers are in `num_stages`, each of so many processes; stages share cores. With
     `divides_experts` each engine has some of the experts."""
 
     num_replicas: int = 1

@@ -232,6 +232,7 @@ class Sequence:
     beams: Any = None  # the engine.beams.BeamGroup that it is one of, set by that
     blocks: BlockTable = field(default_factory=BlockTable)  # set by the cache
     cached: int = 0  # leading tokens with valid KV, fewer than there are while it runs; set by the cache
+    under_way: int = 0  # tokens after these whose KV comes with steps that have not ended; set by the scheduler
     draft_cached: int = 0  # leading tokens, then nodes of the draft, with KV of the drafter's model; set by its runner
     num_elsewhere: int = 0  # leading tokens whose KV may be had from another engine
     furthest: int = 0  # the highest `cached` it has had, set by the engine
@@ -264,10 +265,9 @@ class Sequence:
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
     """A guess: node i is `tokens[i]` and follows node `parents[i]` (< i), or the last committed token (-1). A chain has
-    parents [-1, 0, 1, ...]; empty is legal. Siblings must differ. `q[i]` is the distribution node i was drawn from,
-    float [n, vocab]; None: all are deterministic (one-hot q). `jump_forward`: nodes that a grammar leaves no choice of.
-    `confidence[i]`: how likely node i is accepted if its parent is; `sources[i]`: whose it is; `own`: nodes that no
-    other request's text had a part in, which alone are shown where they are rejected."""
+    parents [-1, 0, 1, ...] or is empty. Siblings must differ. `q[i]` is the distribution node i was drawn from, float
+    [n, vocab]; None: all are one-hot. `jump_forward`: nodes that a grammar leaves no choice of. `confidence[i]`: how
+    likely node i is accepted if its parent is; `sources[i]`: whose it is; `own`: no other's text, shown if rejected."""
 
     tokens: Ids
     parents: Ids
@@ -315,7 +315,7 @@ _EMPTY = Draft.chain(())
 
 @dataclass(eq=False, slots=True)
 class ScheduledSeq:
-    """One sequence's share of a step: `num_new` of its own tokens from `start` on, its `cached` when it was scheduled,
+    """One sequence's share of a step: `num_new` of its own tokens from `start` on, where it had begun no more,
     and, where these reach its end, the draft after them. Then it is `sampled`: row logits_start of the logits is for
     what follows its last token, row logits_start + 1 + i for what follows draft node i."""
 

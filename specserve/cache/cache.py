@@ -46,6 +46,9 @@ class KVCache:
     sequence: `match_prefix` (or `fork`), then `reserve` before and `keep` after every step, and `free`, after which it
     may begin again. Methods assume what they document; a wrong call is a bug of the engine and fails an assertion.
 
+    Steps may be under way meanwhile. Slots change in the order of what an executor is told, so a block that is given
+    back may be written by a later step at once, also while an earlier one is under way that reads or writes it.
+
     `reads_next`: the drafter's KV of a token depends on the next one, too. Blocks are named after the token that
     follows them then, so that one is found where all its KV is right; it may change while there is no sequence.
     """
@@ -101,12 +104,12 @@ class KVCache:
         return block < len(seq.digests) and self.pool.find(seq.digests[block]) is not None
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
-        """Make logical indexes [cached, cached + num_tokens) writable: blocks that nobody else sees. All or nothing:
+        """Make `num_tokens` logical indexes from begun(seq) on writable: blocks that nobody else sees. All or nothing:
         False, when free blocks do not suffice, leaves everything as it was."""
         assert num_tokens >= 0
-        ids = seq.blocks.ids
-        first = seq.cached // self.block_size
-        written = range(first, self._blocks_for(seq.cached + num_tokens) if num_tokens else first)
+        ids, start = seq.blocks.ids, begun(seq)
+        first = start // self.block_size
+        written = range(first, self._blocks_for(start + num_tokens) if num_tokens else first)
         shared = [i for i in written if i < len(ids) and self.pool.references[ids[i]] > 1]
         num_new = sum(i >= len(ids) for i in written)
         if len(shared) + num_new > self.num_free:
@@ -219,6 +222,11 @@ class KVCache:
                 seq.digests.append(prefix.link(seq.digests[-1] if i else prefix.root(seq.salt), tokens))
             table.hashes.append(seq.digests[i])
             self.pool.publish(table.ids[i], seq.digests[i])
+
+
+def begun(seq: Sequence) -> int:
+    """Leading tokens that have KV, or get it in steps under way."""
+    return seq.cached + seq.under_way
 
 
 def _is_empty(seq: Sequence) -> bool:

@@ -143,8 +143,8 @@ def build(
     cache.reads_next = host.needs.reads_next
     policy = Policy(host, config.num_speculative_tokens, spec.max_len, context, counters.timed)
     adapters = Adapters(executor, num_adapters, heads := AdapterHeads(policy))
-    max_step_s = None if config.max_step_ms is None else config.max_step_ms / 1000
-    scheduler = Scheduler(cache, config.max_num_seqs, max_rows, spec.max_len, max_logit_rows, max_step_s, adapters)
+    step_s, most = config.max_step_ms and config.max_step_ms / 1000, executor.most_under_way
+    scheduler = Scheduler(cache, config.max_num_seqs, max_rows, spec.max_len, max_logit_rows, step_s, adapters, most)
     drafting = DraftController(policy, cache, counters.timed, _weighing(config, scheduler, executor))
     limits = Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids_below(spec.vocab_size))
     compiler = Compiler(
@@ -174,10 +174,10 @@ def _find(config: EngineConfig, threads: int, progress: bool) -> tuple[Path, Ops
 
 def _weighing(config: EngineConfig, scheduler: Scheduler, executor: Executor) -> Weighing | None:
     """For drafters that requests name, too."""
-    if not config.adaptive:
-        return None
-    scheduler.cost.decoding.begin(step_seconds(executor, ROWS, _TIMING_S))
-    return Weighing(scheduler.cost.decoding)
+    cost, most = scheduler.cost.decoding, executor.most_under_way
+    if config.adaptive or most > 1:
+        cost.begin(step_seconds(executor, ROWS, _TIMING_S))
+    return Weighing(cost, most) if config.adaptive else None
 
 
 def _load(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections import deque
+from dataclasses import dataclass
 
 from specserve.cache.cache import KVCache
 from specserve.engine.append import append_verdict, event
@@ -28,6 +30,20 @@ _BROKEN_KV = (
     "The model's keys or values of token {} are NaN or infinite: the model or its precision cannot handle this input. "
     "Try another dtype."
 )
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A step that has begun."""
+
+    step: Step
+    scored: list[Sequence]
+    masks: Masks
+    load: tuple[int, int, int, float]
+    is_alone: bool  # so far
+    seconds: float  # that its beginning took
+    mask_s: float  # that its masks took by now
+    num_decoding: int
 
 
 class Engine:
@@ -54,17 +70,21 @@ class Engine:
         self._begin_text = begin_text
         self.requests: dict[str, list[Sequence]] = {}  # waiting or running
         self._num_arrived = 0
+        self._under_way: deque[_UnderWay] = deque()
 
     def use(self, drafter: DraftHost, num_speculative_tokens: int, adaptive: bool = False) -> None:
         """Draft with another drafter from now on, where a request names none; with `adaptive` what pays of its drafts,
         as DraftController says. Raises ConfigError while a request is running."""
         if self.requests:
             raise ConfigError("The drafter can only be changed while no request is running.")
+        while self._under_way:  # of requests that were aborted
+            self._end_step()
         self.cache.pool.forget_drafted()
         self.cache.reads_next = drafter.needs.reads_next
         self.executor.set_outputs(drafter.needs.hidden_layers, drafter.needs.top_k)
         self.policy.replace(drafter, num_speculative_tokens)
-        self.drafting.weighing = Weighing(self.scheduler.cost.decoding) if adaptive else None
+        most = self.executor.most_under_way
+        self.drafting.weighing = Weighing(self.scheduler.cost.decoding, most) if adaptive else None
 
     def add(self, request: Request, grammar: Grammar | None = None) -> None:
         """Queue a request; `grammar` is its params.structured, compiled. Raises InputError; then nothing remains."""
@@ -113,12 +133,26 @@ class Engine:
         self.scheduler.receive()
 
     def step(self) -> list[Event]:
-        """Verify one draft, possibly empty, of every sequence whose prompt is computed; returns what each said."""
+        """Verify one draft, possibly empty, of every sequence of a step whose prompt is computed; returns what each
+        said. Where the executor takes several steps at once others are under way then, which later calls end."""
+        try:
+            num_steps = self.scheduler.num_steps()
+            while len(self._under_way) < num_steps and self._begin():
+                pass
+            return self._end_step() if self._under_way else []
+        except BaseException:  # as if those had not begun
+            self._under_way.clear()
+            self.scheduler.abandon()
+            self.executor.abandon()
+            raise
+
+    def _begin(self) -> bool:
+        """Begin a step; says whether there is any: all that wait may lack blocks, which others have that await KV."""
         timed, mask_s, begun = self.counters.timed, -self.counters.seconds["mask"], time.perf_counter()
         with timed("total"):
             step = self.scheduler.pick()
-            if not step.seqs:  # all that wait lack blocks, which others have that await KV
-                return []
+            if not step.seqs:
+                return False
             self.drafting.draft(step)
             level(step)
             inputs, scored = pack_step(step, self.executor.row_multiple)
@@ -126,8 +160,25 @@ class Engine:
             masks = Masks(step.sampled, -(-self.limits.vocab_size // 32))
             with timed("mask"):
                 masks.fill()
-            out = self.executor.finish(masks.finish)
-            for seq, scores in zip(scored, out.sampled.scores, strict=True):
+        self.scheduler.begin(step)
+        load, is_alone = step_load(step), not self._under_way
+        for other in self._under_way:
+            other.is_alone = False
+        mask_s += self.counters.seconds["mask"]
+        seconds = time.perf_counter() - begun
+        self._under_way.append(_UnderWay(step, scored, masks, load, is_alone, seconds, mask_s, len(step.decoding)))
+        return True
+
+    def _end_step(self) -> list[Event]:
+        """Finish the oldest step under way, keep what it said, and tell everybody of it, each once."""
+        timed, mask_s, begun = self.counters.timed, -self.counters.seconds["mask"], time.perf_counter()
+        ending = self._under_way[0]
+        step = ending.step
+        with timed("total"):
+            out = self.executor.finish(ending.masks.finish)
+            self._under_way.popleft()
+            self.scheduler.end()
+            for seq, scores in zip(ending.scored, out.sampled.scores, strict=True):
                 seq.prompt_logprobs += [None] * (not seq.prompt_logprobs)  # nothing predicts the first token
                 seq.prompt_logprobs += scores
             for own in (each for each in step.sampled if each.seq.embeds):
@@ -135,21 +186,35 @@ class Engine:
                 own.seq.embedding = out.hidden[own.logits_start].cpu().numpy().tobytes()
             results = dict(zip((each.seq for each in step.sampled), out.sampled.results, strict=True))
             results.update(_broken(step, out))
+            drafted = sum(len(each.draft) for each in step.seqs)
+            step.seqs = [each for each in step.seqs if not each.seq.finished]  # what ended since is spoken of no more
             events, verdicts = self._keep(step, results)
             with timed("draft"):
                 self.drafting.observe(step, verdicts, out.taps, out.top)
             self._close(step)
-        seconds = time.perf_counter() - begun
+        seconds = ending.seconds + time.perf_counter() - begun
+        seconds = self._alone(ending, seconds if ending.is_alone else seconds + out.more_s)
         for each in events:
             if each.explained is not None:
                 each.explained.seconds = seconds
-        without_asking = self.drafting.end_step(sum(len(each.draft) for each in step.seqs), seconds)
+        without_asking = self.drafting.end_step(drafted, seconds)
         decoding = [verdicts[each.seq] for each in step.decoding if each.seq in verdicts]
         self.scheduler.observe(len(decoding), sum(len(verdict.tokens) for verdict in decoding))
-        self.scheduler.cost.observe(*step_load(step), without_asking)
+        self.scheduler.cost.observe(*ending.load, without_asking)
         constrained = [each for each in step.sampled if each.seq.grammar is not None]
-        self.counters.end_step(mask_s + self.counters.seconds["mask"], num_logit_rows(constrained))
+        self.counters.end_step(ending.mask_s + mask_s + self.counters.seconds["mask"], num_logit_rows(constrained))
         return events
+
+    def _alone(self, ending: _UnderWay, seconds: float) -> float:
+        """What a step would have taken alone that took so long in all stages."""
+        overlap, cost, asking_s = self.scheduler.overlap, self.scheduler.cost, ending.step.asking_s
+        if overlap.most == 1:
+            return seconds
+        expected, is_alone = cost.seconds(*ending.load), ending.is_alone
+        seconds = overlap.ended(ending.load[0], ending.num_decoding, expected, seconds - asking_s, is_alone) + asking_s
+        if not self.has_work:
+            overlap.pause()
+        return seconds
 
     def _keep(
         self, step: Step, results: dict[Sequence, Verdict | Failure]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections import deque
 from collections.abc import Collection
 from typing import NamedTuple
 
-from specserve.cache.cache import KVCache
+from specserve.cache.cache import KVCache, begun
 from specserve.engine.adapters import Adapters
 from specserve.parallel.awaiting import Awaiting
+from specserve.parallel.overlap import Overlap
 from specserve.runtime.cost import StepCost
 from specserve.runtime.pack import Step, most_tokens, num_shared_rows
 from specserve.types import ScheduledSeq, Sequence
@@ -42,7 +44,11 @@ class Scheduler:
     Chunks of prompts are as long as their time allows, which `cost` predicts: a step with them aims at `max_step_s`
     seconds, or without a number at 2.5 times what it takes without them for each token that a sequence gets, and no
     more than 6 ms longer for each sequence that decodes, and at 0.25 s where none does. The first one of a step has at
-    least 8 tokens whatever they take.
+    least 8 tokens whatever they take. Steps under way share that time.
+
+    Where an executor takes several steps at once, those under way have different sequences: one runs on when its step
+    has ended, but for a chunk of a prompt, which may follow the one before at once. Sequences that decode are divided
+    among as many steps as Overlap says. None that is under way is preempted: who lacks its blocks waits.
 
     A step has logits for at most `max_logit_rows` rows, if that is not max_num_batched_tokens at least 2 max_num_seqs.
     Each sequence has one row of its own; drafts, and prompts whose log-probabilities are asked for, share the others.
@@ -57,12 +63,15 @@ class Scheduler:
         max_logit_rows: int,
         max_step_s: float | None = None,
         adapters: Adapters | None = None,
+        most_under_way: int = 1,
     ) -> None:
         self.cache = cache
         self.adapters = adapters or Adapters()  # none
         # Where every row may have logits, the budget of tokens is limit enough.
         self._num_shared_rows = max_logit_rows - (max_num_seqs if max_logit_rows < max_num_batched_tokens else 0)
         self.cost = StepCost()
+        self.overlap = Overlap(self.cost.decoding, most_under_way)
+        self.under_way: deque[Step] = deque()  # the oldest first
         self.pace = 1.0  # tokens that a decoding sequence got in a step, lately
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -72,6 +81,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # sorted by rank
         self.awaiting = Awaiting(cache, _rank)
         self.num_preemptions = 0
+        self._untold: list[Sequence] = []  # preempted, and in no step yet that tells of it
         self._refusal: _Refusal | None = None
         self._passed: Sequence | None = None  # the first that waited for its adapter's slot last, and
         self._num_passed = 0  # how many with adapters have begun before it since
@@ -102,7 +112,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.under_way)
 
     def receive(self) -> None:
         """Let those go on whose KV has come from elsewhere, or will not come."""
@@ -114,7 +124,9 @@ class Scheduler:
     def speeds(self) -> tuple[float, float, float]:
         """Seconds, as measured, 0: not yet: of a step for those that run now, without drafts; that a token of a prompt
         adds; and that it adds for each token that it reads."""
-        return self.cost.decoding.seconds(max(1, len(self.running))), *self.cost.prompt_line
+        token, context = self.cost.prompt_line
+        gain = self.overlap.gain
+        return self.cost.decoding.seconds(max(1, len(self.running))) / gain, token / gain, context / gain
 
     @property
     def backlog_s(self) -> float:
@@ -123,24 +135,74 @@ class Scheduler:
         cost, stats, first = self.cost, self.cache.stats, self.waiting[: self.max_num_seqs]
         begun = sum(cost.added(left, seq.cached) for seq in self.running if (left := len(seq.tokens) - seq.cached) > 1)
         if not first:
-            return begun
+            return begun / self.overlap.gain
         missed = 1.0 - stats.num_prefix_hit_tokens / max(1, stats.num_prefix_query_tokens)
         mean = sum(len(seq.tokens) - seq.cached for seq in first) / len(first)
-        return begun + missed * len(self.waiting) * cost.added(round(mean), 0)
+        waiting = missed * len(self.waiting) * cost.added(round(mean), 0)
+        return (begun + waiting) / self.overlap.gain
+
+    def num_steps(self) -> int:
+        """How many are to be under way now."""
+        if self.overlap.most == 1:
+            return 1
+        decoding, has_seat = self._decoding, bool(self.waiting) and self._num_seats < self.max_num_seqs
+        has_chunks = has_seat or any(len(seq.tokens) - begun(seq) > 1 for seq in self.running)
+        chunk_s = self._seconds_for_chunks(decoding) if has_chunks else 0.0
+        return self.overlap.choose(len(decoding), sum(seq.cached for seq in decoding), chunk_s)
+
+    def begin(self, step: Step) -> None:
+        """It is under way."""
+        self.under_way.append(step)
+        for each in step.seqs:
+            each.seq.under_way += each.num_new
+
+    def end(self) -> None:
+        """The oldest step has ended; what it computed is to be kept."""
+        for each in self.under_way.popleft().seqs:
+            each.seq.under_way -= each.num_new
+
+    def abandon(self) -> None:
+        """No step is under way any more, and nothing came of those that were."""
+        while self.under_way:
+            self.end()
 
     def pick(self) -> Step:
         """The next step's sequences, with KV slots reserved for their tokens; what is left is for drafts."""
-        plan = _Plan(self.max_num_batched_tokens, self._num_shared_rows)
-        for seq in list(self.running):
-            if seq in self.running and len(seq.tokens) - seq.cached == 1:
+        plan = _Plan(self.max_num_batched_tokens, self._num_shared_rows, self._untold)
+        for seq in self._share():
+            if seq in self.running:
                 self._reserve(plan, seq, 1)
-        plan.seconds = self._seconds_for_chunks(plan.counts)
+        plan.seconds = self._seconds_for_chunks(self._decoding) / self.overlap.num
         for seq in list(self.running):
-            if seq in self.running and seq not in plan.counts and (count := self._chunk(plan, seq)):
+            is_chunk = len(seq.tokens) - begun(seq) > 1 and seq in self.running and self._may_run(seq)
+            if is_chunk and (count := self._chunk(plan, seq)):
                 self._reserve(plan, seq, count)
-        if not plan.lacks_blocks:
+        # Drafters hear that one was preempted when that step has ended, and before it is in another.
+        if not (plan.lacks_blocks or (plan.preempted and self.under_way) or any(s.preempted for s in self.under_way)):
             self._admit(plan)
-        return plan.step(self.running)
+        step = plan.step(self.running)
+        self._untold = [] if step.seqs else step.preempted
+        return step
+
+    @property
+    def _decoding(self) -> list[Sequence]:
+        """Those that run and have all KV but that of their last token, whether that is under way or not."""
+        return [seq for seq in self.running if len(seq.tokens) - seq.cached == 1]
+
+    def _share(self) -> list[Sequence]:
+        """Those that decode in the next step: of several under way each has its part. Beams of a group are together."""
+        ready = [seq for seq in self.running if len(seq.tokens) - begun(seq) == 1 and self._may_run(seq)]
+        most, share = len(ready), list[Sequence]()
+        if self.overlap.num > 1:
+            most = -(-len(self._decoding) // self.overlap.num)
+        for seq in ready:
+            if len(share) < max(most, 1) or (seq.beams is not None and seq.beams is share[-1].beams):
+                share.append(seq)
+        return share
+
+    def _may_run(self, seq: Sequence) -> bool:
+        """Whether none of its beams is under way; the search goes on by what comes of all of them."""
+        return seq.beams is None or not any(beam.under_way for beam in seq.beams.live)
 
     def _seconds_for_chunks(self, decoding: Collection[Sequence]) -> float:
         if not decoding:
@@ -152,15 +214,15 @@ class Scheduler:
 
     def _chunk(self, plan: _Plan, seq: Sequence) -> int:
         """How many of its tokens that have no KV yet are computed in this step; takes their time from the plan."""
-        wanted = min(len(seq.tokens) - seq.cached, plan.left, most_tokens(seq, plan.logit_rows))
+        wanted = min(len(seq.tokens) - begun(seq), plan.left, most_tokens(seq, plan.logit_rows))
         least = min(wanted, _LEAST_CHUNK)
-        count = min(wanted, self.cost.chunk(plan.seconds, seq.cached))
+        count = min(wanted, self.cost.chunk(plan.seconds, begun(seq)))
         if count < least:
             if plan.has_chunks:
                 return 0
             count = least
         plan.has_chunks = True
-        plan.seconds -= self.cost.added(count, seq.cached)
+        plan.seconds -= self.cost.added(count, begun(seq))
         return count
 
     def _reserve(self, plan: _Plan, seq: Sequence, count: int) -> None:
@@ -169,7 +231,10 @@ class Scheduler:
             if (late := self.awaiting.withdraw()) is not None:
                 self.add(late)
                 continue
-            victims = self._preempt(self.running[-1])
+            last = self.running[-1]
+            if self.under_way and (last is seq or last.under_way or not self._may_run(last)):
+                return  # what is under way may give some back
+            victims = self._preempt(last)
             plan.left += sum(plan.counts.pop(victim, 0) for victim in victims)  # its logits, which are few, go unused
             plan.preempted += victims
             if seq in victims:
@@ -309,13 +374,13 @@ class _Plan:
     """A step under construction: who takes how many tokens of the budget, and how many of the rows with logits that are
     nobody's own."""
 
-    def __init__(self, budget: int, logit_rows: int) -> None:
+    def __init__(self, budget: int, logit_rows: int, preempted: list[Sequence]) -> None:
         self.left = budget
         self.logit_rows = logit_rows
         self.seconds = 0.0  # for chunks of prompts
         self.has_chunks = self.lacks_blocks = False
         self.counts: dict[Sequence, int] = {}
-        self.preempted: list[Sequence] = []
+        self.preempted = preempted
 
     def take(self, seq: Sequence, count: int) -> None:
         self.counts[seq] = count
@@ -324,7 +389,7 @@ class _Plan:
 
     def step(self, running: list[Sequence]) -> Step:
         seqs = [
-            ScheduledSeq(seq, seq.cached, count, sampled=seq.cached + count == len(seq.tokens))
+            ScheduledSeq(seq, begun(seq), count, sampled=begun(seq) + count == len(seq.tokens))
             for seq in running
             if (count := self.counts.get(seq))
         ]

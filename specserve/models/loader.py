@@ -50,6 +50,7 @@ class Outline(NamedTuple):
 
     layer_bytes: list[int]  # of each layer, packed
     other_bytes: int  # of all the rest
+    table_bytes: int  # of these, the embedding, of which a step reads little
     adapted: frozenset[str]  # as AdaptedModel has them
 
 
@@ -234,15 +235,16 @@ def num_packed_bytes(spec: AnySpec, ops: Ops) -> int:
 
 def outline(spec: DecoderSpec, ops: Ops) -> Outline:
     """Of a model as `ops`, which have a layout, would pack it."""
-    layers, others = [0] * spec.num_layers, 0
+    layers, others, tables = [0] * spec.num_layers, 0, 0
     model, sizes = _unread(spec, ops)
     assert isinstance(model, Decoder), "it is native"
     for name, size in sizes.items():
         if (number := number_of(name)) is None:
             others += size
+            tables += size * name.endswith(".table")
         else:
             layers[number] += size
-    return Outline(layers, others, model.adapted)
+    return Outline(layers, others, tables, model.adapted)
 
 
 def _unread(spec: AnySpec, ops: Ops, layers: range | None = None) -> tuple[AnyModel | LaterStage, dict[str, int]]:

@@ -55,8 +55,8 @@ class Layout:
 
 
 class ModelMemory:
-    """What is mapped: for each stage a place for sums, and for each layer one for the residual stream after it. Pages
-    that nobody writes to take no memory."""
+    """What is mapped: for each stage a place for sums, and for each layer and each step under way one for the residual
+    stream after it. As many steps are under way as there are stages. Pages that nobody writes to take no memory."""
 
     def __init__(self, descriptor: int, layout: Layout) -> None:
         self._mapped, self._layout = mmap.mmap(descriptor, 0), layout
@@ -64,28 +64,26 @@ class ModelMemory:
     @staticmethod
     def num_bytes(layout: Layout, max_rows: int, hidden_size: int) -> int:
         groups = len(layout.stages) * _group_bytes(layout)
-        return groups + layout.stages[-1].stop * max_rows * hidden_size * torch.float32.itemsize
+        num_places = len(layout.stages) * layout.stages[-1].stop
+        return groups + num_places * max_rows * hidden_size * torch.float32.itemsize
 
     def group(self, stage: int) -> memoryview:
         """Where the processes of a stage add up."""
         size = _group_bytes(self._layout)
         return memoryview(self._mapped)[stage * size : (stage + 1) * size]
 
-    def states(self, max_rows: int, hidden_size: int) -> Callable[[int], Tensor]:
-        """What finds the residual stream after a layer, float32 [max_rows, hidden]."""
-        mapped, first, count = (
-            self._mapped,
-            len(self._layout.stages) * _group_bytes(self._layout),
-            max_rows * hidden_size,
-        )
+    def states(self, max_rows: int, hidden_size: int) -> Callable[[int, int], Tensor]:
+        """What finds the residual stream after a layer in the step of that number, float32 [max_rows, hidden]."""
+        mapped, layout, count = self._mapped, self._layout, max_rows * hidden_size
+        first = len(layout.stages) * _group_bytes(layout)
 
         @cache
-        def after(layer: int) -> Tensor:
-            start = first + layer * count * torch.float32.itemsize
+        def place(number: int) -> Tensor:
+            start = first + number * count * torch.float32.itemsize
             found = torch.frombuffer(mapped, dtype=torch.float32, count=count, offset=start)
             return found.view(max_rows, hidden_size)
 
-        return after
+        return lambda layer, step: place(step % len(layout.stages) * layout.stages[-1].stop + layer)
 
 
 def private_memory(layout: Layout) -> int:

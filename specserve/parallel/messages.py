@@ -97,6 +97,11 @@ class Run(msgspec.Struct, tag="run", array_like=True):
         )
 
 
+class Finish(msgspec.Struct, tag="finish", array_like=True):
+    """To the first stage, where there are others: compute what comes after all stages of the oldest step under
+    way."""
+
+
 class CopySlots(msgspec.Struct, tag="copy", array_like=True):
     sources: list[int]
     targets: list[int]
@@ -159,9 +164,10 @@ class Blocks(msgspec.Struct, tag="blocks"):
 
 class HandOn(msgspec.Struct, tag="hand_on"):
     """From one stage to the next: a step's states are there. `broken` are rows whose KV is not what the model
-    computed, in any stage so far."""
+    computed, in any stage so far; `seconds` is what the stages after the first took."""
 
     broken: list[int]
+    seconds: float = 0.0
 
 
 class Failed(msgspec.Struct, tag="failed"):
@@ -176,6 +182,7 @@ Command = (
     | Begin
     | Show
     | Run
+    | Finish
     | CopySlots
     | ReadBlocks
     | WriteBlocks

@@ -38,6 +38,7 @@ from specserve.ops.blocks import read_blocks, write_blocks
 from specserve.ops.choice import choose_ops
 from specserve.ops.peers import Gather
 from specserve.parallel.layout import Layout, ModelMemory
+from specserve.parallel.link import Link
 from specserve.parallel.messages import (
     AddWeights,
     Begin,
@@ -48,6 +49,7 @@ from specserve.parallel.messages import (
     Done,
     DropAdapter,
     Failed,
+    Finish,
     HandOn,
     Load,
     LoadAdapter,
@@ -58,7 +60,8 @@ from specserve.parallel.messages import (
     Weights,
     WriteBlocks,
 )
-from specserve.parallel.stages import FirstRunner, LaterRunner, Link, Pipeline, StageRunner
+from specserve.parallel.stages import FirstRunner, LaterRunner, Pipeline, StageRunner
+from specserve.runtime.pack import StepInput
 from specserve.runtime.runner import Runner
 
 
@@ -111,7 +114,9 @@ class Rank:
         """Returns what the first process asked for."""
         match command:
             case Run():
-                self._runner.start(command.step())
+                self._run(command.step())
+            case Finish():
+                assert isinstance(self._runner, FirstRunner), "others are done with a step when they have run it"
                 self._runner.finish()
             case Show():
                 assert not isinstance(self._runner, Runner), "one stage has nothing to hand on"
@@ -138,6 +143,15 @@ class Rank:
                 packed = None if command.digest is None else self._adapters[command.digest].result()
                 self._model.place_adapter(command.slot, packed)
         return None
+
+    def _run(self, step: StepInput) -> None:
+        """All of its part, or what it computes before other stages."""
+        if isinstance(self._runner, LaterRunner):
+            self._runner.run(step)
+            return
+        self._runner.start(step)
+        if isinstance(self._runner, Runner):
+            self._runner.finish()
 
     @property
     def num_mapped_bytes(self) -> int:

@@ -31,6 +31,7 @@ from specserve.models.stages import number_of
 from specserve.ops import Ops, Peers
 from specserve.parallel.blocks import BlockParts, DividedBlocks
 from specserve.parallel.layout import Layout, ModelMemory
+from specserve.parallel.link import Link
 from specserve.parallel.messages import (
     AddWeights,
     Begin,
@@ -41,6 +42,7 @@ from specserve.parallel.messages import (
     Done,
     DropAdapter,
     Failed,
+    Finish,
     HandOn,
     Load,
     LoadAdapter,
@@ -50,13 +52,14 @@ from specserve.parallel.messages import (
     Show,
     Weights,
 )
-from specserve.parallel.stages import FirstRunner, Link, Pipeline
+from specserve.parallel.stages import FirstRunner, Pipeline
 from specserve.runtime.executor import LocalExecutor, MakeMasks, StepOutput
 from specserve.runtime.pack import StepInput
 from specserve.runtime.runner import Runner
 
 _log = logging.getLogger(__name__)
 _END_S = 2.0
+_PARTED = "A step was interrupted halfway, and the processes of the model have parted."
 
 
 class Ranks:
@@ -170,10 +173,10 @@ class Ranks:
             replies.append(reply)
         return replies
 
-    def send(self, command: Command) -> None:
-        """To all of them; to those that have ended it is nothing, which `check` tells."""
+    def send(self, command: Command, count: int | None = None) -> None:
+        """To all of them, or the first so many; to those that have ended it is nothing, which `check` tells."""
         message = self._connections[0].encoded(command)
-        for connection in self._connections:
+        for connection in self._connections[:count]:
             with suppress(OSError):
                 connection.send_bytes(message)
 
@@ -296,6 +299,7 @@ class ParallelExecutor:
         self.max_rows, self.max_logit_rows = local.max_rows, local.max_logit_rows
         num_bytes = local.storage.layers[0].itemsize
         self._blocks = DividedBlocks(BlockParts(ranks.layout, spec, local.block_size, num_bytes), local, ranks)
+        self.most_under_way = len(ranks.layout.stages)
 
     def start(self, step: StepInput) -> None:
         with self._whole():
@@ -304,6 +308,8 @@ class ParallelExecutor:
 
     def finish(self, masks: MakeMasks) -> StepOutput:
         with self._whole():
+            if self.most_under_way > 1:
+                self._ranks.send(Finish(), self._ranks.layout.width - 1)
             output = self._local.finish(masks)
         self._ranks.check()
         return output
@@ -317,7 +323,7 @@ class ParallelExecutor:
             self._ranks.check(is_lost=True)
             raise
         except KeyboardInterrupt:
-            self._ranks.lost("A step was interrupted halfway, and the processes of the model have parted.")
+            self._ranks.lost(_PARTED)
             raise
 
     def copy_slots(self, sources: list[int], targets: list[int]) -> None:
@@ -350,6 +356,11 @@ class ParallelExecutor:
     def place_adapter(self, slot: int, digest: str | None) -> None:
         self._ranks.send(PlaceAdapter(slot, digest))
         self._local.place_adapter(slot, digest)
+
+    def abandon(self) -> None:
+        self._local.abandon()
+        if self.most_under_way > 1:  # else all are done with what has begun
+            self._ranks.lost(_PARTED)
 
     def close(self) -> None:
         self._ranks.close()

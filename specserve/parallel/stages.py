@@ -3,8 +3,8 @@ comes out of the last goes back to the first, which has the LM head."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,35 +18,13 @@ from specserve.models.stages import FirstStage, LaterStage
 from specserve.ops import Input, Ops
 from specserve.ops.capture import Captured
 from specserve.parallel.layout import Layout
-from specserve.parallel.messages import Connection, HandOn
+from specserve.parallel.link import Link
 from specserve.runtime.pack import StepInput
 from specserve.runtime.runner import Output, Runner, mark_broken
 
 _NO_ROWS = np.empty(0, np.int64)
-States = Callable[[int], Tensor]  # float32 [max_rows, hidden], the residual stream after a layer, which all have mapped
-
-
-class Link:
-    """Where a process hears that the stage before its own has computed a step, and tells those of the next that its own
-    has. Before the first stage comes the last."""
-
-    def __init__(self, before: Connection, after: list[Connection]) -> None:
-        self._before, self._after = before, after
-
-    def receive(self) -> list[int]:
-        """Waits; the rows that are broken by now. Raises EOFError where nothing will come any more."""
-        found: HandOn = self._before.receive()
-        return found.broken
-
-    def hand_on(self, broken: list[int]) -> None:
-        """To those that have ended it is nothing; the first process hears of it otherwise."""
-        for connection in self._after:
-            with suppress(OSError):
-                connection.send(HandOn(broken))
-
-    def close(self) -> None:
-        for connection in (self._before, *self._after):
-            connection.close()
+# float32 [max_rows, hidden], the residual stream after a layer in the step of that number, which all have mapped.
+States = Callable[[int, int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +38,8 @@ class Pipeline:
 
 
 class StageRunner:
-    """Runs the layers that a process has, those of its stage, and shows what the next stage and drafters read."""
+    """Runs the layers that a process has, those of its stage, and shows what the next stage and drafters read. Steps
+    are numbered as they come."""
 
     def __init__(
         self,
@@ -79,16 +58,13 @@ class StageRunner:
         """Show the residual stream after these with every step from now on. Between steps."""
         self._runner.set_outputs(layers, 0)
 
-    def start(self, step: StepInput, before: int | None = None) -> None:
-        """Begin, with what stands after layer `before`."""
-        features = None if before is None else self._states(before)[: step.rows.num_rows]
+    def run(self, step: StepInput, number: int, before: int | None = None) -> list[int]:
+        """Compute, with what stands after layer `before`; the rows that it broke."""
+        features = None if before is None else self._states(before, number)[: step.rows.num_rows]
         self._runner.start(replace(step, logit_rows=_NO_ROWS), features)
-
-    def finish(self) -> list[int]:
-        """The rows that it broke."""
         found = self._runner.finish()
         for layer, tap in found.taps.items():
-            self._states(layer)[: len(tap)] = tap
+            self._states(layer, number)[: len(tap)] = tap
         return found.broken
 
 
@@ -98,21 +74,23 @@ class LaterRunner:
     def __init__(self, runner: StageRunner, pipeline: Pipeline) -> None:
         self._runner, self._link = runner, pipeline.link
         self._before = pipeline.layout.layers(pipeline.rank)[0] - 1
+        self._num_begun = 0
 
     def show(self, layers: tuple[int, ...]) -> None:
         self._runner.show(layers)
 
-    def start(self, step: StepInput) -> None:
+    def run(self, step: StepInput) -> None:
         """Waits for the stage before. Raises EOFError where it has ended."""
-        self._broken = self._link.receive()
-        self._runner.start(step, self._before)
-
-    def finish(self) -> None:
-        self._link.hand_on(sorted({*self._broken, *self._runner.finish()}))
+        broken = self._link.receive()
+        own = self._runner.run(step, self._num_begun, self._before)
+        self._num_begun += 1
+        self._link.hand_on(sorted({*broken, *own}))
 
 
 class FirstRunner:
-    """A Runner of all layers, for a process of the first stage: it shows what the others have computed, too."""
+    """A Runner of all layers, for a process of the first stage: it shows what the others have computed, too. Its own
+    layers' part of a step is over when that is started, so that the next stage has it; as many steps as there are
+    stages may be under way."""
 
     def __init__(
         self,
@@ -133,6 +111,8 @@ class FirstRunner:
         self._states, self._link = pipeline.states, pipeline.link
         shown = self._layout.shown(self._rank, taps)
         self._runner = StageRunner(FirstStage(model), ops, kv, block_size, max_rows, shown, self._states)
+        self._steps: deque[tuple[StepInput, int]] = deque()  # under way, with their numbers
+        self._num_begun = 0
         self._no_adapters = np.full(max_rows + -max_rows % ops.row_multiple, -1, np.int64)
         self._capture()
 
@@ -148,25 +128,25 @@ class FirstRunner:
         self._runner.show(layers)
 
     def start(self, step: StepInput) -> None:
-        self._step = step
-        self._runner.start(step)
+        self._link.begin(self._runner.run(step, self._num_begun))
+        self._steps.append((step, self._num_begun))
+        self._num_begun += 1
 
     def finish(self) -> Output:
-        """As Runner.finish. Raises EOFError where another process has ended."""
-        step, own = self._step, self._runner.finish()
-        self._link.hand_on(own)
+        """As Runner.finish, of the oldest step. Raises EOFError where another process has ended."""
         broken = self._link.receive()
+        step, number = self._steps.popleft()
         num_rows, rows = step.rows.num_rows, step.logit_rows
-        arrays: list[Any] = [torch.from_numpy(self._states(self._layout.stages[-1][-1]).numpy()[rows])]
+        arrays: list[Any] = [torch.from_numpy(self._states(self._layout.stages[-1][-1], number).numpy()[rows])]
         if self.model.num_adapter_slots:
             arrays.append((self._no_adapters if step.adapters is None else step.adapters)[rows])
         found, top = self._head(arrays, len(rows))
         hidden, logits, best = (each[: len(rows)] for each in found)
         top = None if top is None else top[: len(rows)]
         mark_broken(broken, rows, logits, best, top)
-        taps: Mapping[int, Tensor] = {layer: self._states(layer)[:num_rows] for layer in self.taps}
+        taps: Mapping[int, Tensor] = {layer: self._states(layer, number)[:num_rows] for layer in self.taps}
         shown_top = None if top is None else top.cpu().numpy()
-        return Output(logits, hidden, best, broken, taps, shown_top, self._head.is_replayed)
+        return Output(logits, hidden, best, broken, taps, shown_top, self._head.is_replayed, self._link.more_s)
 
     def _capture(self) -> None:
         inputs = [Input(torch.float32, self.model.spec.hidden_size)]

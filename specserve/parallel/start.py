@@ -54,8 +54,9 @@ def _begun(config: EngineConfig, folder: Path, layout: Layout, spec: DecoderSpec
 
 
 def _stages(spec: DecoderSpec, size: int, num_stages: int, ops: Ops) -> tuple[range, ...]:
-    """Which layers each stage has, so that the process with the most weights has few."""
+    """Which layers each stage has, so that the one that reads most weights in a step reads few."""
     if num_stages == 1:
         return (range(spec.num_layers),)
     found = outline(spec, ops)
-    return tuple(divided([each // size for each in found.layer_bytes], found.other_bytes, num_stages))
+    read = found.other_bytes - found.table_bytes
+    return tuple(divided([each // size for each in found.layer_bytes], read // size, num_stages))

@@ -142,6 +142,11 @@ class StepCost:
         elif rows:
             self.decoding.observe(rows, context, seconds)
 
+    def seconds(self, rows: int, context: int, tokens: int, read: float) -> float:
+        """Of such a step; 0 where too little is known."""
+        decoding = self.decoding.seconds(rows, context) if rows else 0.0
+        return decoding + self.added(tokens, round(read - tokens / 2)) if self.decoding.is_known else 0.0
+
     def chunk(self, seconds: float, context: int) -> int:
         """How many tokens of a prompt that has `context` tokens in the cache may be added to a step for so long."""
         if not self._sums[0]:

@@ -4,6 +4,7 @@ of one process."""
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -32,21 +33,25 @@ MakeMasks = Callable[[Tensor | None], Ids | None]
 
 @dataclass(slots=True)
 class StepOutput:
-    """What came of a step. Tensors stay where they were computed, and are valid until the next step."""
+    """What came of a step. Tensors stay where they were computed, and are valid until the next one begins."""
 
     sampled: SamplingOutput  # what stands of each draft, the token after it, log-probabilities that were asked for
     broken: list[int] = field(default_factory=list)  # rows of the step whose KV is not what the model computed
     taps: Mapping[int, Tensor] = field(default_factory=dict)  # by layer float32 [rows, hidden], the residual after it
     top: Ids | None = None  # int32 [logit rows, k], the k best tokens of each row, -1 where the logits are broken
     hidden: Tensor | None = None  # float32 [logit rows, hidden], after the final norm
+    more_s: float = 0.0  # what other processes took for it one after the other, less how long this one waited for them
 
 
 class Executor(Protocol):
     """Owns a target with its KV, and what was captured of its step. All that it needs for a step is in the step's
     input: it decides nothing, so that several of them, wherever they run, do the same.
 
-    A step is started, then finished; slots are copied, and outputs set, between steps. Calls take effect in their
-    order."""
+    A step is started, then finished. Up to `most_under_way` may be started before the first of them is finished; they
+    are finished in their order. Calls take effect in their order, also those that come while steps are under way, as
+    copies of slots do; outputs are set while none is."""
+
+    most_under_way: int
 
     block_size: int
     num_blocks: int  # of KV cache, the null block included
@@ -86,6 +91,9 @@ class Executor(Protocol):
     def place_adapter(self, slot: int, digest: str | None) -> None:
         """Let rows with that slot have this adapter from the next step on, or none."""
 
+    def abandon(self) -> None:
+        """Steps under way will not be finished, as one of them was left halfway."""
+
     def close(self) -> None:
         """End what computes in other processes. Nothing is called afterwards."""
 
@@ -111,6 +119,8 @@ class LocalExecutor:
     """An executor whose model runs in this process, or from this process on. `timed` takes the time of a phase, as
     engine.counters has them."""
 
+    most_under_way = 1
+
     def __init__(
         self,
         runner: StepRunner,
@@ -125,10 +135,11 @@ class LocalExecutor:
         self._timed = timed
         self._adapters: dict[str, tuple[PackedAdapter, int]] = {}  # with how many loads there are of it
         self._loading = threading.Lock()
+        self._steps: deque[StepInput] = deque()  # under way
 
     def start(self, step: StepInput) -> None:
         with self._timed("forward"):
-            self._step = step
+            self._steps.append(step)
             self.runner.start(step)
 
     def finish(self, masks: MakeMasks) -> StepOutput:
@@ -137,8 +148,8 @@ class LocalExecutor:
         with self._timed("mask"):
             allowed = masks(out.best)
         with self._timed("sample"):
-            sampled = self.sampler(out.logits, self._step.sampling, allowed, out.best)
-        return StepOutput(sampled, out.broken, out.taps, out.top, out.hidden)
+            sampled = self.sampler(out.logits, self._steps.popleft().sampling, allowed, out.best)
+        return StepOutput(sampled, out.broken, out.taps, out.top, out.hidden, out.more_s)
 
     def copy_slots(self, sources: list[int], targets: list[int]) -> None:
         self.storage.copy_slots(sources, targets)
@@ -168,6 +179,9 @@ class LocalExecutor:
 
     def place_adapter(self, slot: int, digest: str | None) -> None:
         self._adapted.place_adapter(slot, None if digest is None else self._adapters[digest][0])
+
+    def abandon(self) -> None:
+        self._steps.clear()
 
     def close(self) -> None:
         """There is none."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Many
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specserve.cache.cache import begun
 from specserve.ops import AttentionRows
 from specserve.sampling.inputs import NOTHING, SamplingInput, ScoredTokens
 from specserve.types import ScheduledSeq, Sequence
@@ -22,6 +23,8 @@ class Step:
     num_tokens_left: int
     num_logits_left: int  # rows of logits
     preempted: list[Sequence] = field(default_factory=list)  # to make room for it
+    asking_s: float = 0.0  # that asking for its drafts took
+    outlook: Any = None  # what drafting expects of it, until it ends
 
     @property
     def sampled(self) -> list[ScheduledSeq]:
@@ -147,19 +150,19 @@ def _unscored(seq: Sequence, count: int) -> range:
     scored before a preemption."""
     if seq.params.prompt_logprobs is None:
         return range(0)
-    first = max(seq.cached + 1, len(seq.prompt_logprobs))
-    return range(first, min(seq.cached + count + 1, seq.num_prompt))
+    first = max(begun(seq) + 1, len(seq.prompt_logprobs))
+    return range(first, min(begun(seq) + count + 1, seq.num_prompt))
 
 
 def num_shared_rows(seq: Sequence, count: int) -> int:
     """How many rows of a chunk have logits, but for one, which every sequence has to itself: at its end the row that is
     judged, before it the first that is scored."""
-    return max(0, len(_unscored(seq, count)) - (seq.cached + count < len(seq.tokens)))
+    return max(0, len(_unscored(seq, count)) - (begun(seq) + count < len(seq.tokens)))
 
 
 def most_tokens(seq: Sequence, shared_rows: int) -> int:
     """How long a chunk with no more than so many shared rows may be: at least one token, or any number where nothing is
     scored."""
-    first = max(seq.cached + 1, len(seq.prompt_logprobs))
+    first = max(begun(seq) + 1, len(seq.prompt_logprobs))
     scores = seq.params.prompt_logprobs is not None and first < seq.num_prompt
-    return shared_rows + first - seq.cached if scores else len(seq.tokens)
+    return shared_rows + first - begun(seq) if scores else len(seq.tokens)

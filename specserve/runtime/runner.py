@@ -56,6 +56,7 @@ class Output:
     taps: Mapping[int, Tensor] = field(default_factory=dict)  # by layer float32 [rows, hidden], the residual after it
     top: Ids | None = None  # int32 [logit rows, k], the k best tokens of each row, -1 where the logits are broken
     is_replayed: bool = False  # whether the next step of as many rows leaves its tensors where these are
+    more_s: float = 0.0  # as in StepOutput
 
 
 class _Computed(NamedTuple):

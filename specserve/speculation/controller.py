@@ -50,7 +50,7 @@ class DraftController:
         self.policy, self.weighing = policy, weighing
         self.draft_seconds: defaultdict[str, float] = defaultdict(float)  # that asking and telling each drafter took
         self._cache, self._timed = cache, timed
-        self._asking = self._telling = 0.0  # seconds of this step
+        self._asking = self._telling = 0.0  # seconds of the step that has ended
 
     def begin(self, group: list[Sequence], drafter: str | None) -> None:
         """Choose who drafts for the completions of a request, as Policy.admit does."""
@@ -65,10 +65,12 @@ class DraftController:
 
     def draft(self, step: Step) -> None:
         """Give every sequence that decodes in a step its draft, with slots for all of its nodes."""
-        limits = {e: most for e in step.decoding if e.seq.num_output > 0 and (most := self.policy.limit(e.seq))}
+        ready = [e for e in step.decoding if e.seq.num_output > 0 and not e.seq.under_way]
+        limits = {e: most for e in ready if (most := self.policy.limit(e.seq))}
         weighing, active = self.weighing, self.policy.active
         if weighing is not None:
             weighing.start(step)
+            step.outlook = weighing.outlook
         groups, whole = self._groups(limits)
         heads = [host for host in active if host.name in groups and host.name not in whole]
         budgets: dict[ScheduledSeq, int] = {}
@@ -94,7 +96,7 @@ class DraftController:
                     weighing.learn(name, those, spent[name])
             for host in heads:
                 took |= self._ask_head(step, host, groups[host.name], merged)
-        self._asking = time.perf_counter() - begun
+        step.asking_s = time.perf_counter() - begun
         for each in limits:
             if each not in merged:
                 self._keep_whole(each, found[each], budgets.get(each, 0))
@@ -115,6 +117,9 @@ class DraftController:
         top: Ids | None = None,
     ) -> None:
         """Tell the drafters what a step has done, and learn from it."""
+        self._asking = step.asking_s
+        if self.weighing is not None:
+            self.weighing.resume(step.outlook)
         begun = last = time.perf_counter()
         for host in self.policy.active:
             own = [each for each in step.seqs if host in self.policy.parts[each.seq]]

@@ -33,7 +33,6 @@ class _Plain:
 class _Block:
     """Steps with drafts since the last plain one, all of one load."""
 
-    load: Load
     before: float  # seconds of a plain step before it
     seconds: float = 0.0
     steps: float = 0.0  # plain steps that would have given as many tokens
@@ -61,12 +60,13 @@ class Guard:
     rows are expected to take is charged.
     """
 
-    def __init__(self, cost: DecodeCost) -> None:
+    def __init__(self, cost: DecodeCost, most_under_way: int = 1) -> None:
         self._cost = cost
         self._allowance, self._is_new = 0.0, True
         self._plain: dict[tuple[int, int], _Plain] = {}
         self._by_rows: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=5))  # steps with drafts
-        self._block: _Block | None = None
+        self._blocks: dict[tuple[int, int], _Block] = {}  # of the newest steps' loads
+        self._begun: deque[tuple[int, int]] = deque(maxlen=most_under_way)  # these
         self._speed = 1.0  # of blocks, times that of plain steps
         self._num_steps = 0
         self._trial: float | None = None  # what is left of one
@@ -74,8 +74,10 @@ class Guard:
 
     def begin(self, load: Load) -> None:
         """A step of this load comes."""
-        if self._block is not None and self._key(self._block.load) != self._key(load) and load.rows:
-            self._settle(self._block.before)
+        if load.rows:
+            self._begun.append(self._key(load))
+            for key in [key for key in self._blocks if key not in self._begun]:
+                self._settle(key, self._blocks[key].before)
         if self._is_new and (plain := self.plain(load)):
             self._allowance, self._is_new = tuned.STEPS * plain, False
 
@@ -94,7 +96,7 @@ class Guard:
     @property
     def allowance(self) -> float:
         """Seconds that are left, by what is known of the block so far."""
-        return self._allowance - (0.0 if self._block is None else self._block.lost(self._block.before))
+        return self._allowance - sum(block.lost(block.before) for block in self._blocks.values())
 
     def affordable(self) -> float:
         """Seconds that drafts of this step may lose."""
@@ -102,10 +104,11 @@ class Guard:
 
     def wants_plain(self, load: Load) -> bool:
         """Whether the step should be a plain one, so that it shows what these take."""
-        if self._block is None or load.tokens:
+        block = self._blocks.get(self._key(load))
+        if block is None or load.tokens:
             return False
         most = next(most for speed, most in tuned.BLOCKS if self._speed >= speed)
-        return self._block.num_steps >= most
+        return block.num_steps >= most
 
     def charge(self, seconds: float) -> None:
         """Drafts cost so much, or gained it, beside what steps tell."""
@@ -115,20 +118,18 @@ class Guard:
         """A step of that load, with so many draft rows of which some were accepted, took `seconds`; of these `drafting`
         for asking drafters and telling them."""
         self._num_steps += 1
-        plain = self.plain(load)
+        plain, key = self.plain(load), self._key(load)
         if drafted and not load.tokens:
-            if self._block is None:
-                self._block = _Block(load, plain)
             calm, steps = self._calm(load.rows + drafted, seconds), 1 + accepted / load.rows
-            self._block.add(calm, steps)
+            self._blocks.setdefault(key, _Block(plain)).add(calm, steps)
             if self._trial is not None:
                 self._trial -= calm - steps * plain
         else:
             self._allowance -= drafting
             if load.rows and not load.tokens:
                 self._learn(load, seconds - drafting)
-                if self._block is not None:
-                    self._settle((self._block.before + self.plain(load)) / 2)
+                if key in self._blocks:
+                    self._settle(key, (self._blocks[key].before + self.plain(load)) / 2)
         if load.rows:
             self._allowance = min(self._allowance + tuned.SHARE * seconds, tuned.GAINED * plain)
             self._try(drafted, plain)
@@ -149,10 +150,9 @@ class Guard:
         if self._trial is None and self._blocked >= self._wait:
             self._trial, self._trial_steps, self._blocked = tuned.TRIAL * plain, 0, 0
 
-    def _settle(self, plain: float) -> None:
-        """The block is over; plain steps beside it took so long."""
-        block, self._block = self._block, None
-        assert block is not None, "it has begun"
+    def _settle(self, key: tuple[int, int], plain: float) -> None:
+        """A block is over; plain steps beside it took so long."""
+        block = self._blocks.pop(key)
         self._allowance -= block.lost(plain)
         weight = min(1.0, block.num_steps / tuned.BLOCKS[-1][1])
         self._speed += weight * (block.steps * plain / block.seconds - self._speed)

@@ -15,7 +15,7 @@ from specserve.runtime.cost import DecodeCost
 from specserve.runtime.pack import Step
 from specserve.speculation.constants import FORGETS, HOPE, LASTS, WORTH
 from specserve.speculation.guard import Load
-from specserve.speculation.planner import Planner
+from specserve.speculation.planner import Outlook, Planner
 from specserve.speculation.sources import LOOKUPS, Asked, Source
 from specserve.speculation.stats import Acceptance, OwnAcceptance
 from specserve.speculation.tree import Proposals
@@ -44,13 +44,12 @@ class Weighing:
     """Weighs drafts by what steps cost and by what came of earlier ones: whom to ask and for how much (`choose`), which
     nodes to verify (`admit`), and what that has shown (`learn`, `record`)."""
 
-    def __init__(self, cost: DecodeCost) -> None:
-        self.planner = Planner(cost)
+    def __init__(self, cost: DecodeCost, most_under_way: int = 1) -> None:
+        self.planner = Planner(cost, most_under_way)
         self.sources: defaultdict[str, Source] = defaultdict(Source)
         self._plain: Rates = defaultdict(Acceptance)
         self._by_adapter: WeakKeyDictionary[LoadedAdapter, Rates] = WeakKeyDictionary()
         self._records: dict[Sequence, _Record] = {}
-        self._drafting = self._reading = 0.0  # seconds of this step
         self._accepted = 0  # nodes of this step
 
     def begin(self, group: Many[Sequence]) -> None:
@@ -68,11 +67,19 @@ class Weighing:
     def start(self, step: Step) -> None:
         """A new step, before its drafts."""
         decoding = step.decoding
-        self._drafting = self._reading = 0.0
         for each in decoding:
             self._records[each.seq].waited += 1
         tokens = sum(each.num_new for each in step.seqs) - len(decoding)
         self.planner.start(Load(len(decoding), sum(len(each.seq.tokens) for each in decoding), tokens))
+
+    @property
+    def outlook(self) -> Outlook:
+        """Of the step that drafts are chosen for."""
+        return self.planner.now
+
+    def resume(self, outlook: Outlook) -> None:
+        """What comes now is of the step with that one; others may have begun since."""
+        self.planner.now = outlook
 
     def choose(
         self,
@@ -90,7 +97,7 @@ class Weighing:
         would, those first that have waited longest."""
         planner, source = self.planner, self.sources[name]
         lengths: dict[ScheduledSeq, int] = {}
-        if not planner.plain or (planner.is_probe and name != LOOKUPS):
+        if not planner.now.plain or (planner.now.is_probe and name != LOOKUPS):
             return lengths
         can_draft, seconds = planner.can_draft(), source.cost.of(1, len(group))
         for each in sorted(group, key=lambda each: -self._records[each.seq].waited):
@@ -115,7 +122,7 @@ class Weighing:
             found.compute_survival(record.shared, record.own)
             there = found.by_depth()[:most]
             likely = [max(pair) for pair in zip_longest(likely, there, fillvalue=0.0)]
-        speed, length = planner.speed(there) * (1 + WORTH / (planner.load.rows if is_whole else 1)), 0
+        speed, length = planner.speed(there) * (1 + WORTH / (planner.now.load.rows if is_whole else 1)), 0
         for n in range(most if is_one_pass and not is_whole else 1, most + 1):
             seconds = source.cost.of(n, num_seqs)
             if not planner.can_draft(seconds, n if is_whole else 1):
@@ -149,8 +156,8 @@ class Weighing:
         if not asked:
             return
         counted, reading = self.sources[name].cost.learn(list(asked.values()), seconds)
-        self._drafting += counted
-        self._reading += sum(reading)
+        self.planner.now.drafting += counted
+        self.planner.now.reading += sum(reading)
         for (seq, each), read in zip(asked.items(), reading, strict=True):
             record = self._records[seq]
             if name != LOOKUPS:
@@ -214,10 +221,10 @@ class Weighing:
     def end_step(self, drafted: int, seconds: float, telling: float = 0.0) -> None:
         """The step with so many draft rows is over; telling drafters of it took `telling` of its seconds. Those
         of reading are lent: what drafts of their sequences save pays them back, and the rest counts when these end."""
-        planner, guard = self.planner, self.planner.guard
-        if drafted and planner.load.tokens:
+        planner, guard, now = self.planner, self.planner.guard, self.planner.now
+        if drafted and now.load.tokens:
             guard.charge(planner.extra(drafted) - self._accepted * planner.token)
-        guard.took(planner.load, drafted, self._accepted, seconds - self._reading, self._drafting + telling)
+        guard.took(now.load, drafted, self._accepted, seconds - now.reading, now.drafting + telling)
         for source in self.sources.values():
             source.end_step(seconds)
             source.catching_up = {s for s in source.catching_up if s in self._records and self._records[s].unpaid}

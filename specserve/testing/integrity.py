@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence as Many
 
 from specserve.cache import prefix
-from specserve.cache.cache import KVCache
+from specserve.cache.cache import KVCache, begun
 from specserve.cache.pool import BlockPool
-from specserve.types import Sequence
+from specserve.engine.scheduler import Scheduler
+from specserve.types import ScheduledSeq, Sequence
 
 
 def check_integrity(cache: KVCache, seqs: Many[Sequence], awaiting: Many[Sequence] = ()) -> None:
@@ -23,6 +24,35 @@ def check_integrity(cache: KVCache, seqs: Many[Sequence], awaiting: Many[Sequenc
         _check_table(cache.pool, cache.block_size, seq, int(cache.reads_next))
     for seq in awaiting:
         _check_awaited(cache, seq, seqs)
+
+
+def check_under_way(scheduler: Scheduler) -> None:
+    """Raise AssertionError with a sentence for the first invariant of steps under way that does not hold: no slot is
+    written by two of them, each is its sequence's own, and each sequence's tokens come in their order."""
+    steps, size, cache = scheduler.under_way, scheduler.cache.block_size, scheduler.cache
+    _require(len(steps) <= scheduler.overlap.most, f"{len(steps)} steps are under way.")
+    shares: dict[Sequence, list[ScheduledSeq]] = {}
+    for each in (each for step in steps for each in step.seqs if not each.seq.finished):
+        shares.setdefault(each.seq, []).append(each)
+    for seq in (*scheduler.waiting, *scheduler.awaiting.seqs, *(seq for seq in scheduler.running if seq not in shares)):
+        _require(not seq.under_way, f"{seq.request_id}/{seq.index} is in no step, and counts {seq.under_way} tokens.")
+    written: dict[int, str] = {}
+    for seq, own in shares.items():
+        name, at = f"{seq.request_id}/{seq.index}", seq.cached
+        _require(seq in scheduler.running, f"{name} is under way and does not run.")
+        for each in own:
+            _require(each.start == at, f"{name} goes on at {each.start}, and the step before it ends at {at}.")
+            at += each.num_new
+            _require(each.sampled == (at == len(seq.tokens)), f"{name} is sampled at {at} of {len(seq.tokens)} tokens.")
+            _require(not len(each.draft) or each.sampled, f"{name} has a draft and is not sampled.")
+            for index in range(each.start, at + len(each.draft)):
+                block = seq.blocks.ids[index // size]
+                slot = block * size + index % size
+                _require(slot not in written, f"{name} and {written.get(slot)} write slot {slot}.")
+                _require(cache.pool.references[block] == 1, f"{name} writes block {block}, which others hold.")
+                _require(cache.pool.digest(block) is None, f"{name} writes block {block}, which is published.")
+                written[slot] = name
+        _require(at == begun(seq), f"{name} counts {begun(seq)} tokens begun, and its steps end at {at}.")
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -85,8 +115,9 @@ def _check_table(pool: BlockPool, block_size: int, seq: Sequence, num_ahead: int
     _require(len(set(ids)) == len(ids), f"The table of {name} holds a block twice: {ids}.")
     _require(0 <= seq.cached <= len(ids) * block_size, f"{name} has {seq.cached} tokens cached in {len(ids)} blocks.")
     drafted, num_drafted = [pool.drafted[block] for block in ids], seq.blocks.num_drafted
-    _require(
-        seq.draft_cached <= seq.cached, f"{name} has {seq.cached} tokens cached and draft KV of {seq.draft_cached}."
+    _require(  # while it is under way nodes of its draft have such KV, too
+        seq.draft_cached <= seq.cached or seq.under_way > 0,
+        f"{name} has {seq.cached} tokens cached and draft KV of {seq.draft_cached}.",
     )
     _require(num_drafted <= seq.draft_cached // block_size, f"{name} counts {num_drafted} blocks with draft KV.")
     _require(all(drafted[:num_drafted]), f"Blocks of {name} that have all their draft KV do not say so.")

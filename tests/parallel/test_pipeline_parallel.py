@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import random
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from specserve.engine.build import build
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, EngineError, ModelError
 from specserve.machine.pulse import Pulse, shared_memory
-from specserve.parallel.stages import Link
+from specserve.parallel.link import Link
+from specserve.parallel.overlap import Overlap
 from specserve.runtime.executor import Executor
 from specserve.runtime.pack import SequenceRows, pack
-from specserve.testing import write_adapter, write_tiny_model
+from specserve.testing import check_integrity, check_under_way, write_adapter, write_tiny_model
 from tests.models.test_architectures import write as write_architecture
 from tests.parallel.test_tensor_parallel import (
     GREEDY,
@@ -44,6 +46,20 @@ pytestmark = pytest.mark.skipif(
 )
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens")
 SCORED = [dataclasses.replace(each, logprobs=3) for each in PARAMS]
+
+
+CHOOSE = Overlap.choose
+
+
+@pytest.fixture(autouse=True)
+def overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many steps are under way as may be, whatever they take."""
+
+    def choose(self: Overlap, num_seqs: int, context: int, chunk_s: float) -> int:
+        self.num = self.most
+        return self.num
+
+    monkeypatch.setattr(Overlap, "choose", choose)
 
 
 @pytest.fixture(scope="module")
@@ -189,10 +205,94 @@ def test_what_an_executor_shows_has_the_bits_of_one_process(tiny: Path) -> None:
         assert all(map(torch.equal, found[0], others))
 
 
+def test_steps_under_way_have_the_bits_of_one_at_a_time(tiny: Path) -> None:
+    """Of other sequences, of what follows in one of them, and of slots that were copied in between."""
+    rows = [
+        SequenceRows([5, 6, 7, 8], 0, [1], num_logits=2),
+        SequenceRows([9, 3, 4], 0, [2], num_logits=3),
+        SequenceRows([2, 4, 9], 4, [1], num_logits=1),  # after the first
+        SequenceRows([1, 1], 7, [3], num_logits=2),  # after that, in a copy of it
+        SequenceRows([8], 3, [2], num_logits=1),
+    ]
+
+    def run(executor: Executor, most: int) -> list[torch.Tensor]:
+        executor.set_outputs((0, 2), 0)
+        found, left = list[torch.Tensor](), len(rows)
+
+        def finish() -> None:
+            output = executor.finish(lambda best: None)
+            assert output.hidden is not None
+            found.extend([output.hidden.clone(), *(tap.clone() for tap in output.taps.values())])
+
+        for i, each in enumerate(rows):
+            if i - len(rows) + left == most:
+                left -= 1
+                finish()
+            if i == 3:
+                executor.copy_slots([*range(16, 23)], [*range(48, 55)])
+            executor.start(pack([each], executor.row_multiple))
+        for _ in range(left):
+            finish()
+        return found
+
+    found = []
+    for stages, most in ((1, 1), (2, 2), (3, 3)):
+        with make(tiny, 1, pipeline_parallel_size=stages) as llm:
+            assert llm.engine.executor.most_under_way == stages
+            found.append(run(llm.engine.executor, most))
+    assert len(found[0]) == 15
+    for others in found[1:]:
+        assert len(others) == 15 and all(map(torch.equal, found[0], others))
+
+
+def test_requests_end_at_any_moment(tiny: Path, expected: Tokens) -> None:
+    """Their blocks go to others while the steps that write them are under way."""
+    draws = random.Random(5)
+    with make(tiny, 1, pipeline_parallel_size=3, kv_cache_gib=22 * 2**14 / 2**30, max_num_batched_tokens=16) as llm:
+        engine, found, num_begun = llm.engine, dict[str, list[int]](), 0
+        while num_begun < 60 or engine.has_work:
+            if num_begun < 60 and len(engine.requests) < 7 and draws.random() < 0.7:
+                i = num_begun % len(PROMPTS)
+                engine.add(Request(id=f"{num_begun}", prompt_ids=PROMPTS[i], params=PARAMS[i]))
+                num_begun += 1
+            if engine.requests and draws.random() < 0.15:
+                engine.abort(draws.choice(sorted(engine.requests)))
+            for event in engine.step() if engine.has_work else ():
+                found.setdefault(event.request_id, []).extend(event.tokens)
+            check_integrity(engine.cache, engine.scheduler.running)
+            check_under_way(engine.scheduler)
+        assert engine.cache.num_free == engine.cache.num_blocks
+    whole = [expected[int(name) % len(PROMPTS)][: len(tokens)] for name, tokens in found.items()]
+    assert [*found.values()] == whole and sum(len(tokens) == 20 for tokens in whole) > 5
+
+
+def test_by_measure_one_stream_has_one_step_at_a_time(
+    tiny: Path, expected: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Overlap, "choose", CHOOSE)
+    with make(tiny, 1, pipeline_parallel_size=2) as llm:
+        for _ in range(3):
+            assert answers(llm) == expected
+        stream = llm.stream([5, 6, 7], GREEDY)
+        for _ in stream:
+            assert not llm.engine.scheduler.under_way
+
+
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_process_that_ends_is_told(tiny: Path, rank: int) -> None:
     with make(tiny, 1, pipeline_parallel_size=3) as llm:
         check_end(llm, rank)
+
+
+def test_a_process_that_ends_while_steps_are_under_way_is_told(tiny: Path) -> None:
+    with make(tiny, 1, pipeline_parallel_size=3) as llm:
+        for i, each in enumerate(PROMPTS):
+            params = dataclasses.replace(GREEDY, max_tokens=100)
+            llm.engine.add(Request(id=f"{i}", prompt_ids=each, params=params))
+        for _ in range(8):
+            llm.engine.step()
+        assert len(llm.engine.scheduler.under_way) == 2
+        check_end(llm, 2)
 
 
 def test_one_of_a_stage_of_several_that_ends_is_told(tiny: Path) -> None:

@@ -19,9 +19,10 @@ from specserve.models.decoder import Decoder
 from specserve.models.loader import load_model, load_stage, native_spec, outline
 from specserve.models.stages import FirstStage, LaterStage, divided
 from specserve.parallel.layout import Layout, ModelMemory
+from specserve.parallel.link import Link
 from specserve.parallel.messages import Connection, HandOn
 from specserve.parallel.ranks import _links
-from specserve.parallel.stages import FirstRunner, LaterRunner, Link, Pipeline, StageRunner
+from specserve.parallel.stages import FirstRunner, LaterRunner, Pipeline, StageRunner
 from specserve.runtime.pack import SequenceRows, pack
 from specserve.runtime.runner import Runner
 from specserve.testing import Feed, PagedDecoder, write_tiny_model
@@ -141,7 +142,7 @@ def test_keys_that_are_broken_in_one_stage_are_so_in_all(tmp_path: Path) -> None
     step = pack([SequenceRows([1, 2, 3], 0, [1], num_logits=2), SequenceRows([4], 0, [2], num_logits=1)], 1)
 
     def run() -> Any:
-        threads = [threading.Thread(target=lambda each=each: (each.start(step), each.finish())) for each in runners]
+        threads = [threading.Thread(target=lambda each=each: each.run(step)) for each in runners]
         for thread in threads:
             thread.start()
         runner.start(step)

@@ -329,6 +329,7 @@ def test_the_other_processes_decide_nothing() -> None:
         "specserve.ops.choice",
         "specserve.ops.peers",
         "specserve.parallel.layout",
+        "specserve.parallel.link",
         "specserve.parallel.messages",
         "specserve.parallel.stages",
         "specserve.runtime.pack",

@@ -481,7 +481,7 @@ def test_a_chunk_that_does_not_reach_the_end_has_no_draft_and_does_not_decode() 
         drafters.draft(step)
         assert len(step.seqs[0].draft) == 0
         if weighing is not None:
-            assert (weighing.planner.load.rows, weighing.planner.load.tokens) == (1, 1)
+            assert (weighing.outlook.load.rows, weighing.outlook.load.tokens) == (1, 1)
         else:
             assert len(step.seqs[1].draft) == 5
 
