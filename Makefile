@@ -56,8 +56,8 @@ BARE := build/bare
 HIDE_AVX512 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 SPECSERVE_ISA=avx2
 HAS_AVX512 := $(if $(SPECSERVE_ISA),,$(shell grep -o -m 1 avx512_bf16 /proc/cpuinfo 2>/dev/null))
 # Not test_cpu.py, which runs each instruction set by its name anyway, nor what is about the engine's own logic.
-OF_LOGIC := broken_kv compiling counters drafter_contract executor explained isolation model_drafters numbers_end port \
-  priority reasoning scheduler scored_prompts shared_drafts structured_bugs
+OF_LOGIC := beams broken_kv compiling counters drafter_contract executor experts explained isolation model_drafters numbers_end \
+  port priority reasoning scheduler scored_prompts shared_drafts structured_bugs
 OF_THE_CPU := --ignore=tests/kernels/test_cpu.py tests/kernels tests/models/test_architectures.py tests/models/test_heads.py \
   tests/models/test_real_logits.py tests/parallel/test_sharding.py \
   tests/parallel/test_pipeline_parallel.py::test_stages_have_the_bits_of_one_process \
