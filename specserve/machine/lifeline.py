@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_ARMED, _ARM_S = b"\xff", 10.0  # a copy's first word, and how long it is waited for
 
 
 def end_with(parent: int) -> None:
@@ -48,23 +49,35 @@ def limited(seconds: float) -> Iterator[None]:
 
 def fork(serve: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
     """A copy of this process that serves its end of a connection, and ends with that or with this process: its id, and
-    the other end. It has no threads but its own."""
+    the other end. It has no threads but its own. Nobody hears of a copy that would outlive this process: one that
+    cannot say within 10 s that it will not, as it was stopped, is killed, and its connection is at its end."""
     parent, (ours, theirs) = os.getpid(), socket.socketpair()
     with warnings.catch_warnings():  # Python 3.12 warns of threads that the copy will not have
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
         theirs.close()
+        _wait_until_armed(pid, ours)
         return pid, ours
     try:
         ours.close()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         end_with(parent)
+        theirs.sendall(_ARMED)
         serve(theirs)
     except Exception:
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _wait_until_armed(pid: int, connection: socket.socket) -> None:
+    connection.settimeout(_ARM_S)
+    try:
+        connection.recv(len(_ARMED))  # nothing: it has ended, which whoever asks it notices
+    except TimeoutError:
+        os.kill(pid, signal.SIGKILL)
+    connection.settimeout(None)
 
 
 class Copy:

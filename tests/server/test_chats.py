@@ -24,6 +24,7 @@ from specserve.server.chats import QUICK, Chats
 from specserve.testing import SPECIAL_TOKENS, write_tiny_model
 from specserve.text.chat import ChatTemplate
 from specserve.text.tokenizer import ChatPrompt, Tokenizer
+from tests.processes import is_alive
 
 TURNS = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}{{ m.more }}<|end|>\n{% endfor %}{{ extra }}"
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -199,13 +200,6 @@ def process_of(made: Chats) -> int:
     process = made._worker._process
     assert process is not None
     return process.pid
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def copies_of(made: Chats) -> list[int]:
