@@ -29,7 +29,7 @@ from specserve.layout import Layout, check
 from specserve.machine.cores import THREADS, default_threads, processor, usable_cores
 from specserve.models.lora import read_adapter
 from specserve.models.rounding import as_stored, how_kept
-from specserve.ops import choice
+from specserve.ops import Ops, choice
 from specserve.ops.isa import VARIABLE
 from specserve.registry import DRAFTERS, GRAMMARS, KERNELS
 from specserve.terminal import console
@@ -79,7 +79,7 @@ def examine(model: str, isa: str = "auto", root: Path = Path("/"), layout: Layou
         Section("Structured output", _grammars()),
         _catalog(device, isa),
         _adapter(folder) if is_adapter(folder := Path(model).expanduser()) else _models(model, isa),
-        *([] if layout is None else [_layout(layout, model, device, isa)]),
+        *([] if layout is None else [_layout(layout, model, isa)]),
     ]
 
 
@@ -220,12 +220,19 @@ def _models(model: str, isa: str) -> Section:
     return Section("Models", rows, fault)
 
 
-def _layout(layout: Layout, model: str, device: torch.device, isa: str) -> Section:
+def _layout(layout: Layout, model: str, isa: str) -> Section:
+    config = layout.config
+    device = choice.choose_device("cpu" if layout.num_elsewhere else config.device)
+
+    def choose(quantization: str) -> Ops:
+        return choice.choose_ops(device, config.dtype, quantization, 1, isa)
+
+    ops, folder = choose(config.quantization), None
     try:
         folder = catalog.resolve(model, offline=True, progress=False, convert=False)
+        ops = as_stored(folder, ops, choose) if config.quantization == "auto" else ops
     except SpecserveError:  # what _models has said
-        folder = None
-    ops = choice.choose_ops(device, "auto", "auto", 1, isa)
+        pass
     rows, faults = check(layout, folder, ops, str(device), free_memory(device))
     return Section("Layout", rows, faults[0] if faults else None)
 

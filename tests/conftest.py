@@ -38,6 +38,23 @@ for name in ("OMP_NUM_THREADS", "SPECSERVE_THREADS"):
         os.environ[_OURS] = " ".join([*chosen, name])
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rounds",
+        type=int,
+        default=1,
+        help="how often tests that kill, stop or cut off processes do so, one round after the other: 50 for a night",
+    )
+
+
+@pytest.fixture(scope="session")
+def num_rounds(pytestconfig: pytest.Config) -> int:
+    """How often whatever is killed, stopped or cut off is; what is held afterwards is what was held before."""
+    rounds: int = pytestconfig.getoption("rounds")
+    assert rounds >= 1, f"--rounds is {rounds}; it must be at least 1."
+    return rounds
+
+
 def pytest_collection_finish() -> None:
     """What was loaded to collect the tests stays, so collections of garbage need not walk over it again and again: they
     took more than a tenth of all processor time."""

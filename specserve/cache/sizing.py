@@ -86,11 +86,11 @@ def step_bytes(max_rows: int, width: int, max_logit_rows: int, vocab_size: int) 
 def share_of(free_bytes: int, taken: int, num_engines: int, root: Path = Path("/")) -> int:
     """What of free memory an engine has for its KV cache that takes so many bytes for a step, where `num_engines` are
     to be alike, this one the first: each of the others needs what this process has for itself by now, too."""
-    others = (num_engines - 1) * _own_memory(root) if num_engines > 1 else 0
+    others = (num_engines - 1) * own_memory(root) if num_engines > 1 else 0
     return max(0, (free_bytes - others) // num_engines - taken)
 
 
-def _own_memory(root: Path) -> int:
+def own_memory(root: Path = Path("/")) -> int:
     """Bytes that this process has committed and shares with none."""
     return int(_read_table(root / "proc/self/status", ":")["RssAnon"].split()[0]) * 1024
 

@@ -2,50 +2,73 @@
 
 from __future__ import annotations
 
+import errno
 import socket
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from specserve.cli.json_output import JsonFile, is_json_alone, write_json
-from specserve.cli.options import ENGINE_HELP, GROUPS, MODEL, help_of, model_parameter
+from specserve.cli.options import ENGINE_HELP, GROUPS, MODEL, engine_options, help_of, model_parameter, options_type
 from specserve.config import DEFAULT_MODEL, EngineConfig
 from specserve.errors import ConfigError
+from specserve.parallel.address import Address
+from specserve.parallel.security import read_secret
+from specserve.server.engine.replicas import check_experts, check_prefill
 from specserve.server.options import ServeOptions
 
+_OF_ENGINES = (
+    *("tensor_parallel_size", "pipeline_parallel_size", "ranks_listen", "ranks_secret_file", "threads", "device"),
+    *("dtype", "quantization", "max_model_len", "max_num_seqs", "kv_cache_gib"),
+)
+_OF_SERVERS = ("data_parallel_size", "enable_expert_parallel", "prefill_replicas", "api_processes", "engine")
 
-def _option(text: str) -> Parameter:
-    return Parameter(group=GROUPS["Engine"], help=text)
+if TYPE_CHECKING:
+    Engines = EngineConfig
+    Servers = ServeOptions
+else:
+    Engines = options_type(EngineConfig, "Engines", {name: ENGINE_HELP[name] for name in _OF_ENGINES})
+    _HELP = help_of(ServeOptions, "Engine")
+    Servers = options_type(
+        ServeOptions, "Servers", {name: _HELP[name] for name in _OF_SERVERS}, engine_insecure_no_tls=True
+    )
+
+_ENGINES, _SERVERS = Engines(), Servers()
 
 
 def doctor(
     model: Annotated[str, model_parameter("The model, or LoRA adapter, whose folder is looked up.")] = DEFAULT_MODEL,
     *,
     isa: Annotated[str, Parameter(group=MODEL, help=ENGINE_HELP["isa"].text)] = "auto",
-    tensor_parallel_size: Annotated[int, _option(ENGINE_HELP["tensor_parallel_size"].text)] = 1,
-    pipeline_parallel_size: Annotated[int, _option(ENGINE_HELP["pipeline_parallel_size"].text)] = 1,
-    data_parallel_size: Annotated[int, _option(help_of(ServeOptions)["data_parallel_size"].text)] = 1,
-    enable_expert_parallel: Annotated[bool, _option(help_of(ServeOptions)["enable_expert_parallel"].text)] = False,
-    threads: Annotated[int | None, _option(ENGINE_HELP["threads"].text)] = None,
-    port: Annotated[int | None, _option("Say whether a server could listen on this port.")] = None,
+    engines: Annotated[Engines, Parameter(name="*")] = _ENGINES,
+    servers: Annotated[Servers, Parameter(name="*")] = _SERVERS,
+    port: Annotated[
+        int | None, Parameter(group=GROUPS["Engine"], help="Say whether a server could listen on this port.")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Show the device, memory, kernels, model folder and versions, and which models of the catalog fit; with a layout,
     whether it suits the machine and the model. Loads no weights."""
     from specserve.doctor import Section, as_dict, examine, show
     from specserve.layout import Layout
-    from specserve.server.engine.replicas import check_experts
+    from specserve.server.engine.process import check_shared
 
-    config = EngineConfig(
-        tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size, threads=threads
-    )
-    ServeOptions(data_parallel_size=data_parallel_size, enable_expert_parallel=enable_expert_parallel)
-    check_experts(config, enable_expert_parallel)
-    layout = Layout(data_parallel_size, tensor_parallel_size, threads, pipeline_parallel_size, enable_expert_parallel)
+    config = EngineConfig(**engine_options(engines, model=model))
+    size = servers.data_parallel_size
+    check_prefill(config, servers.prefill_replicas)
+    check_experts(config, servers.enable_expert_parallel)
+    check_shared(config, size)
+    others = servers.prefill_replicas, servers.api_processes, len(servers.engine), servers.enable_expert_parallel
+    layout = Layout(config, size, *others)
     sections = examine(model, isa, layout=layout if layout.is_divided else None)
+    if config.ranks_listen is not None:
+        read_secret(Path(config.ranks_secret_file or ""), "--ranks-secret-file")
+        said, fault = _joining(Address.parse(config.ranks_listen, "--ranks-listen"), model)
+        sections.append(Section("Ranks", [("this host", said)], fault))
     if port is not None:
         options = ServeOptions(port=port)
-        fault = _why_not(options)
+        fault = _why_not(Address(options.host, options.port), "Choose another --port.")
         free = f"{options.host}:{port} is free" if fault is None else str(fault)
         sections.append(Section("Port", [("listening", free)], fault))
     write_json(json_file, as_dict(sections))
@@ -56,14 +79,27 @@ def doctor(
             raise section.fault
 
 
-def _why_not(options: ServeOptions) -> ConfigError | None:
-    """Why a server cannot listen there."""
+def _joining(address: Address, model: str) -> tuple[str, ConfigError | None]:
+    """Whether the first process could listen there, or, where that is another host, that this one joins."""
+    fault = _why_not(address, "Choose another --ranks-listen.")
+    command = f"specserve rank {model} --join {address} --secret-file FILE"
+    if fault is None:
+        return f"has the first process: {address} is free. On the others: {command}", None
+    if isinstance(fault.__cause__, OSError) and fault.__cause__.errno == errno.EADDRNOTAVAIL:
+        return f"has not that address, and joins: {command}", None
+    return str(fault), fault
+
+
+def _why_not(address: Address, remedy: str) -> ConfigError | None:
+    """Why nothing can listen there."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, where = found
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+            probe.bind(where)
     except OSError as error:
-        reason = error.strerror or error
-        return ConfigError(f"{options.host}:{options.port} cannot be listened on: {reason}. Choose another --port.")
+        made = ConfigError(f"{address} cannot be listened on: {error.strerror or error}. {remedy}")
+        made.__cause__ = error
+        return made
     return None

@@ -54,6 +54,13 @@ class Outline(NamedTuple):
     adapted: frozenset[str]  # as AdaptedModel has them
 
 
+class PartBytes(NamedTuple):
+    """What a part of a model takes in memory: of a file, which all processes that have the same part map, and `own`."""
+
+    mapped: int
+    own: int
+
+
 def load_model(
     folder: Path,
     ops: Ops,
@@ -102,7 +109,7 @@ def _load(
     if shard is not None:
         weights, spec = ShardedWeights(_native(spec), tensors, shard), sharded(_native(spec), shard)
     check_memory(spec, ops, free_memory(ops.device), layers)
-    if ops.layout is None or tensors.num_bytes < _WORTH_BYTES:
+    if not _is_kept(tensors, ops):
         return _checked(_built(spec, weights, ops, uncached, peers, layers, expert_peers), tensors)
     layout, any_length = ops.layout, repr(dataclasses.replace(spec, max_len=1))
 
@@ -114,12 +121,22 @@ def _load(
         return {"version": PACKING_VERSION, "layout": layout, "model": any_length, "files": files, **quantized, **part}
 
     path = packed_path(folder.resolve(), ops, "" if shard is None else f"-{shard.rank + 1}-of-{shard.size}")
-    unpacked = frozenset(name.removesuffix("weight") + "table" for name in tensors.blocks)
+    unpacked = _unpacked(tensors)
     size = sum(size for name, size in _unread(spec, ops, layers)[1].items() if name not in unpacked)
     with PackedWeights(path, folder.resolve(), key, lambda: _bar(progress, size)) as packed:
         model = _built(spec, weights, ops, _without(unpacked, packed.get), peers, layers, expert_peers)
     model.num_mapped_bytes = packed.num_mapped_bytes
     return _checked(model, tensors)
+
+
+def _is_kept(tensors: CheckedTensors, ops: Ops) -> bool:
+    """Whether what is packed is kept in a file."""
+    return ops.layout is not None and tensors.num_bytes >= _WORTH_BYTES
+
+
+def _unpacked(tensors: CheckedTensors) -> frozenset[str]:
+    """What is never kept, by its name in a cache."""
+    return frozenset(name.removesuffix("weight") + "table" for name in tensors.blocks)
 
 
 def _without(unpacked: frozenset[str], cached: PackedCache) -> PackedCache:
@@ -245,6 +262,20 @@ def outline(spec: DecoderSpec, ops: Ops) -> Outline:
         else:
             layers[number] += size
     return Outline(layers, others, tables, model.adapted)
+
+
+def part_bytes(tensors: CheckedTensors, spec: DecoderSpec, ops: Ops, shard: Shard, layers: range) -> PartBytes:
+    """Of the shard's part of these layers of the model with these tensors, and of what the first stage has besides,
+    once packed weights lie in their file. Raises ConfigError for what cannot be divided."""
+    part = sharded(spec, shard)
+    if ops.layout is None:
+        return PartBytes(0, num_weight_bytes(part, ops.weight_dtype))
+    sizes = _unread(part, ops, layers)[1]
+    for name in [name for name in sizes if name.endswith(".head")]:
+        sizes[name] = sizes[name] * len(shard.features(spec.vocab_size)) // spec.vocab_size
+    unpacked = _unpacked(tensors) if _is_kept(tensors, ops) else sizes.keys()
+    mapped = sum(size for name, size in sizes.items() if name not in unpacked)
+    return PartBytes(mapped, sum(sizes.values()) - mapped + _num_table_bytes(part))
 
 
 def _unread(spec: AnySpec, ops: Ops, layers: range | None = None) -> tuple[AnyModel | LaterStage, dict[str, int]]:

@@ -31,7 +31,7 @@ def start_ranks(config: EngineConfig, folder: Path, ops: Ops, threads: int, puls
     ops.peers(mmap.mmap(-1, mmap.PAGESIZE), 0, 1)  # kernels that have none say so before anything is begun
     spec = native_spec(folder)
     spec = spec if max_len is None else shorten(spec, max_len)
-    layout = Layout(size, _stages(spec, size, num_stages, ops))
+    layout = Layout(size, stages_of(spec, size, num_stages, ops))
     for rank in range(size):
         sharded(spec, layout.shard(rank))
     if config.ranks_listen is None:  # else each loads on a host of its own, and looks itself
@@ -53,8 +53,9 @@ def _begun(config: EngineConfig, folder: Path, layout: Layout, spec: DecoderSpec
     return JoinedRanks(layout, spec, ops, Gate(address, secret, config.model, model_digest(folder)))
 
 
-def _stages(spec: DecoderSpec, size: int, num_stages: int, ops: Ops) -> tuple[range, ...]:
-    """Which layers each stage has, so that the one that reads most weights in a step reads few."""
+def stages_of(spec: DecoderSpec, size: int, num_stages: int, ops: Ops) -> tuple[range, ...]:
+    """Which layers each stage has, so that the one that reads most weights in a step reads few. Raises ConfigError
+    where there are more stages than layers."""
     if num_stages == 1:
         return (range(spec.num_layers),)
     found = outline(spec, ops)

@@ -3,6 +3,7 @@ share memory, and whoever is lost, wrong or hostile is told, and keeps nobody wa
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import random
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from specserve.parallel.handshake import PREAMBLE, LinkError, engine_handshake, 
 from specserve.parallel.hosts import Gate, SealedConnection, join, shake
 from specserve.parallel.joined import JoinedRank
 from specserve.parallel.messages import AddWeights, Begin, Command, DropAdapter, Weights as Sent
-from specserve.server.engine.process import _check_device
+from specserve.server.engine.process import check_shared
 from specserve.testing import write_adapter, write_tiny_model
 from tests.models.test_architectures import make_ops
 from tests.parallel.test_tensor_parallel import GREEDY, PROMPTS, answers, make, pytestmark as pytestmark
@@ -141,11 +142,56 @@ def test_one_that_ends_is_told_and_comes_back(tiny: Path, secret: Path, others: 
         assert answers(llm) == expected
 
 
-def test_nothing_is_left(tiny: Path, secret: Path, others: Others) -> None:
+@pytest.fixture
+def through(proxy: Any) -> Iterator[Callable[[int], Any]]:
+    """A way to a port, that can be cut: it runs on a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    ways = list[Any]()
+
+    def run(work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(10)
+
+    def made(port: int) -> Any:
+        ways.append(run(proxy(port).__aenter__()))
+        return SimpleNamespace(port=ways[-1].port, cut=lambda: loop.call_soon_threadsafe(ways[-1].cut))
+
+    yield made
+    for way in ways:
+        run(way.__aexit__(None, None, None))
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_a_way_that_is_cut_is_told_and_mended(
+    tiny: Path, secret: Path, others: Others, through: Callable[[int], Any], num_rounds: int
+) -> None:
+    port = free_port()
+    way = through(port)
+    threading.Timer(0.5, others.start, (tiny, secret, way.port)).start()
+    expected = None
+    for _ in range(num_rounds):
+        with make(tiny, 2, **apart(port, secret)) as llm:
+            assert answers(llm) == (expected := expected or answers(llm))
+            stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+            next(stream)
+            way.cut()
+            begun = time.monotonic()
+            with pytest.raises(EngineError, match="has ended: it was killed, or crashed"):
+                for _ in stream:
+                    pass
+            assert time.monotonic() - begun < TOLD_S
+    with make(tiny, 2, **apart(port, secret)) as llm:
+        assert answers(llm) == expected
+
+
+def test_nothing_is_left(tiny: Path, secret: Path, others: Others, num_rounds: int) -> None:
     port = free_port()
     others.start(tiny, secret, port)
     found = []
-    for _ in range(4):
+    for _ in range(max(4, num_rounds)):
         with make(tiny, 2, **apart(port, secret)) as llm:
             llm.generate(PROMPTS[0], GREEDY)
         del llm
@@ -180,9 +226,9 @@ def test_wrong_options_are_said(tiny: Path, secret: Path, tmp_path: Path) -> Non
 
 def test_replicas_are_refused(secret: Path) -> None:
     config = EngineConfig(tensor_parallel_size=2, **apart(1, secret))
-    _check_device(config, 1)
+    check_shared(config, 1)
     with pytest.raises(ConfigError, match="--data-parallel-size is 2, and processes that join"):
-        _check_device(config, 2)
+        check_shared(config, 2)
 
 
 def test_a_cache_that_another_host_has_no_room_for_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

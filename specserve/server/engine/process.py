@@ -302,7 +302,7 @@ def main(descriptor: int, memory: int, parent: int, *replica: int) -> int:
         configure = wire.configuration()
         config = EngineConfig(**configure.options)
         begun = time.perf_counter()
-        _check_device(config, configure.num_engines)
+        check_shared(config, configure.num_engines)
         built = build(config, num_engines=configure.num_engines, pulse=memory, lockstep=lockstep)
         built.ops.watch(pulse := Pulse(memory))
         exchange = _exchange(built, wire, configure.kv_timeout_s) if configure.kv_timeout_s else None
@@ -329,7 +329,7 @@ def main(descriptor: int, memory: int, parent: int, *replica: int) -> int:
     return 1
 
 
-def _check_device(config: EngineConfig, num_engines: int) -> None:
+def check_shared(config: EngineConfig, num_engines: int) -> None:
     """Raises ConfigError where several engines would share a GPU, or a port."""
     if num_engines > 1 and config.ranks_listen is not None:
         raise ConfigError(

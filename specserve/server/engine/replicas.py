@@ -56,7 +56,7 @@ class Replicas(ReplicaGroup["Replica"]):
     ) -> None:
         self.size, self.num_prefill = num_replicas, num_prefill
         self._config = EngineConfig(**options)
-        _check_prefill(self._config, num_prefill)
+        check_prefill(self._config, num_prefill)
         check_experts(self._config, divides_experts)
         super().__init__(num_replicas, self._config.block_size, least_tokens)
         self._options = {**options, **_threads_of(self._config, num_replicas)}
@@ -187,7 +187,7 @@ class Replica(Member, Supervisor):
         super()._give_up(type(error)(f"Replica {self.number} of {self._siblings.size}{shared}: {error}"))
 
 
-def _check_prefill(config: EngineConfig, num_prefill: int) -> None:
+def check_prefill(config: EngineConfig, num_prefill: int) -> None:
     """Raises ConfigError where some engines cannot compute prompts for the others."""
     if not num_prefill:
         return

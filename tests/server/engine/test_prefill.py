@@ -28,7 +28,7 @@ from specserve.server.answers import Answers, Prepared
 from specserve.server.chats import Chats
 from specserve.server.engine.client import EngineClient
 from specserve.server.engine.keeper import Timeouts
-from specserve.server.engine.replicas import Replicas, _check_prefill
+from specserve.server.engine.replicas import Replicas, check_prefill
 from specserve.server.grammar_validator import GrammarValidator
 from specserve.server.metrics import Metrics
 from specserve.server.service import Service
@@ -355,4 +355,4 @@ def test_prompts_go_where_it_pays(shared: Shared, monkeypatch: pytest.MonkeyPatc
 
 def test_what_cannot_hand_on_prompts_does_not_start() -> None:
     with pytest.raises(ConfigError, match="prefix cache"):
-        _check_prefill(EngineConfig(prefix_caching=False), 1)
+        check_prefill(EngineConfig(prefix_caching=False), 1)

@@ -25,7 +25,7 @@ from specserve.server.answers import Answers, Prepared
 from specserve.server.chats import Chats
 from specserve.server.engine.client import UnknownAdapterError
 from specserve.server.engine.keeper import State
-from specserve.server.engine.process import _check_device
+from specserve.server.engine.process import check_shared
 from specserve.server.engine.replicas import Replicas
 from specserve.server.grammar_validator import GrammarValidator
 from specserve.server.metrics import Metrics
@@ -361,10 +361,10 @@ def test_more_threads_than_cores_are_warned_of(caplog: pytest.LogCaptureFixture,
 def test_replicas_do_not_share_a_gpu() -> None:
     with fake_cuda():
         config = EngineConfig(device="cuda")
-        _check_device(config, 1)
+        check_shared(config, 1)
         with pytest.raises(ConfigError, match="--data-parallel-size is 2, and replicas share a CPU"):
-            _check_device(config, 2)
-    _check_device(EngineConfig(device="cpu"), 2)
+            check_shared(config, 2)
+    check_shared(EngineConfig(device="cpu"), 2)
 
 
 def test_a_wrong_option_is_told_at_once(folder: Path) -> None:
