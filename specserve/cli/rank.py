@@ -18,6 +18,7 @@ from specserve.machine.cores import default_threads
 from specserve.machine.lifeline import without_interrupts
 
 _ENGINE, _AGAIN_S = GROUPS["Engine"], 1.0
+_STOPPED_LOOKS, _LOOK_S = 20, 0.5  # 10 s: about what a server waits for an engine that does not move
 
 
 def rank(
@@ -45,9 +46,29 @@ def rank(
         # A process for each model that it joins: nothing is left of one when the next begins.
         with without_interrupts():
             process = subprocess.Popen([sys.executable, "-m", "specserve.parallel.joined", *given])
-        status = process.wait()
+        status = ended(process)
         if status > 0:
             sys.exit(status)
         if status < 0:
             print(f"specserve: Signal {-status} has ended the process; another one joins.", file=sys.stderr)
             time.sleep(_AGAIN_S)
+
+
+def ended(process: subprocess.Popen[bytes]) -> int:
+    """The status of a child, once it has ended. One that is stopped and does not go on within 10 s is killed: the
+    model's other processes have given it up by then, and wait for another."""
+    looks = 0  # at one that stands still; they are counted as Ctrl-Z stops this process, too
+    while True:
+        how = os.WEXITED | os.WSTOPPED | os.WNOWAIT | (os.WNOHANG if looks else 0)
+        seen = os.waitid(os.P_PID, process.pid, how)
+        if seen is None:  # it goes on
+            looks = 0
+        elif seen.si_code != os.CLD_STOPPED:
+            return process.wait()
+        elif looks == _STOPPED_LOOKS:
+            print("specserve: The process stands still, as it was stopped, and is killed.", file=sys.stderr)
+            process.kill()
+            return process.wait()
+        else:
+            looks += 1
+            time.sleep(_LOOK_S)

@@ -314,8 +314,8 @@ def test_after_a_step_that_was_cut_off_there_is_no_other(tiny: Path, monkeypatch
             llm.generate(PROMPTS[0], GREEDY)
 
 
-def test_nothing_is_left(tiny: Path) -> None:
-    check_nothing_is_left(tiny, 1, pipeline_parallel_size=3)
+def test_nothing_is_left(tiny: Path, num_rounds: int) -> None:
+    check_nothing_is_left(tiny, 1, max(3, num_rounds), pipeline_parallel_size=3)
 
 
 def test_what_cannot_be_is_said_before_anything_is_loaded(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

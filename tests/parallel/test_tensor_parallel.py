@@ -260,17 +260,17 @@ def check_end(llm: LLM, rank: int) -> None:
         llm.generate(PROMPTS[0], GREEDY)
 
 
-def test_nothing_is_left(tiny: Path) -> None:
-    check_nothing_is_left(tiny, 2)
+def test_nothing_is_left(tiny: Path, num_rounds: int) -> None:
+    check_nothing_is_left(tiny, 2, max(3, num_rounds))
 
 
-def check_nothing_is_left(model: Path, size: int, **options: Any) -> None:
+def check_nothing_is_left(model: Path, size: int, num_rounds: int, **options: Any) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    for round_ in range(3):
+    for round_ in range(num_rounds):
         with make(model, size, **options) as llm:
             pids = processes(llm)
             llm.generate(PROMPTS[0], GREEDY)
-            if round_ == 1:
+            if round_ % 2 == 1:
                 os.kill(pids[-1], signal.SIGKILL)
         del llm
         assert all(map(is_gone, pids))

@@ -149,8 +149,9 @@ class Served:
 
 @contextmanager
 def serving(model: str | Path, folder: Path, *options: str, key: str | None = None, ready: bool = True, **named: Any):
-    """A server for `model`; `named` options replace those for tiny models, `options` are added as they are."""
-    arguments = [f"--{name}={value}" for name, value in {**TINY, **named}.items()]
+    """A server for `model`; `named` options replace those for tiny models, or leave them out where they are None;
+    `options` are added as they are."""
+    arguments = [f"--{name}={value}" for name, value in {**TINY, **named}.items() if value is not None]
     command = [sys.executable, "-m", "specserve", "serve", str(model), "--port=0", *arguments, *options]
     log = folder / "server.log"
     with log.open("wb") as stream:

@@ -196,27 +196,6 @@ def test_two_engines_over_tls_one_killed_one_stopped_and_all_told_to_end(
             assert "Traceback" not in each.said
 
 
-def test_api_processes_share_engines_elsewhere(folder: Path, files: Path, tmp_path: Path) -> None:
-    """Whichever answers, their places count; when they have gone none is left."""
-    tiny = [f"--{name}={value}" for name, value in OPTIONS.items()]
-    secret = files / "secret"
-    engine = Process(
-        tmp_path / "engine", "engine", str(folder), "--listen=127.0.0.1:0", f"--secret-file={secret}", *tiny
-    )
-    with ending([engine]):
-        named = [f"--engine=127.0.0.1:{engine.port}", f"--engine-secret-file={secret}", "--max-queue=0"]
-        server = Process(tmp_path / "server", "serve", str(folder), "--port=0", "--api-processes=2", *named)
-        with ending([server]):
-            server.until(lambda: server.get("/health")[0] == 200)
-            told = [server.complete([3, 9, 3, 9], max_tokens=32, ignore_eos=True) for _ in range(6)]
-            assert len({each["choices"][0]["text"] for each in told}) == 1
-            assert "completions to do and takes 4 at most" in json.dumps(server.complete([1], n=5))
-            os.kill(engine.process.pid, signal.SIGKILL)
-            server.until(lambda: server.get("/health")[0] == 503)
-            assert "error" in server.complete([1])
-            assert server.end() == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

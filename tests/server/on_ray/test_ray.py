@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(500)]
 ENGINE, ACTOR = "specserve.server.engine.process", "ray::RayEngine"
 TOLD_S = 1.0  # in which clients learn that their engine is gone
 BACK_S = 120.0  # Ray takes 20 s to know that a node is gone
-ROUNDS = 6
 BODIES: list[dict[str, Any]] = [
     {"prompt": [number, 6, 7, 8] * 6, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True, **sampling}
     for number in range(5, 9)
@@ -156,7 +155,7 @@ def is_replaced(cluster: Any, word: str, killed: int) -> bool:
 
 
 def test_nothing_is_left_of_engines_that_were_killed_again_and_again(
-    cluster: Any, tiny: Path, tmp_path: Path, serving_process: Any
+    cluster: Any, tiny: Path, tmp_path: Path, serving_process: Any, num_rounds: int
 ) -> None:
     """Actors and engines by turns. Ray restarts the one, the actor the other."""
     cluster.add("a", 2)
@@ -164,7 +163,7 @@ def test_nothing_is_left_of_engines_that_were_killed_again_and_again(
         served.wait_until_ready()
         served.until(lambda: num_ready(served) == 2, BACK_S)
         expected, before = answers(served), (0, 0, 0)
-        for number in range(ROUNDS):
+        for number in range(max(6, num_rounds)):
             word = (ENGINE, ACTOR)[number % 2]
             killed = cluster.processes("a", word)[number // 2 % 2]
             os.kill(killed, signal.SIGKILL)
