@@ -189,7 +189,10 @@ ROWS = {
         | MODEL
         | {"": (USAGE, "specserve inspect needs --model: ")},
     ),
-    "doctor": Row("Model Engine Output", JSON | {"--isa avx9": (USAGE, "Did you mean 'avx2' or 'avx512'?")}),
+    "doctor": Row(
+        "Model Engine Engines-elsewhere Operation Output",
+        JSON | {"--isa avx9": (USAGE, "Did you mean 'avx2' or 'avx512'?")},
+    ),
     "completion": Row("Arguments", {"fsh": (USAGE, 'Did you mean "fish"?')}),
 }
 ERRORS = [(name, words) for name, row in ROWS.items() for words in row.errors]
