@@ -33,8 +33,8 @@ _LIBRARY_BYTES = 105 * 2**20  # torch's, which all engines map
 @dataclass(frozen=True, slots=True)
 class Layout:
     """`num_replicas` engines as `config` says, of which the last `num_prefill` compute prompts for the others, or in
-    their place `num_elsewhere` at other addresses; and `num_api_processes` that answer HTTP. With `divides_experts` each
-    engine has some of the experts."""
+    their place `num_elsewhere` at other addresses; and `num_api_processes` that answer HTTP. With `divides_experts`
+    each engine has some of the experts."""
 
     config: EngineConfig
     num_replicas: int = 1
