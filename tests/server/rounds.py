@@ -22,6 +22,7 @@ TOLD_S = 3.0  # in which clients of what was killed know, though other tests hav
 STALL_S = 2.5  # after which what stands still has gone
 BACK_S = 120.0
 GOES_ON = 20  # tokens after which a stream counts as untouched
+POOLS = 4  # threads that are made when they are needed, but no more of them
 LOOKED_AT = 300  # tokens of a long answer that are compared
 # Two processes of a model add in another order than one: in float32 that shows at ties alone.
 OPTIONS = {"max-model-len": 2048, "kv-cache-gib": 0.03, "block-size": 16, "quantization": "none", "dtype": "float32"}
@@ -134,11 +135,14 @@ class Rounds:
 
     def run(self, losses: Sequence[Loss], back: Callable[[], object] = lambda: None) -> None:
         """All rounds, two at least, each loss in its turn; `back` does what others would do to have something
-        back that comes from elsewhere. At the end is held what was held before."""
+        back that comes from elsewhere. At the end no more is held than before."""
         for number in range(max(2, self._count)):
             self._run(losses[number % len(losses)], back)
         print(f"{len(self._told_s)} clients knew after (seconds):", *(f"{each:.3f}" for each in sorted(self._told_s)))
-        self.served.until(lambda: self.held() == self._held)
+        until = time.monotonic() + 30
+        while (more := _more(self._held, self.held())) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not more, more
 
     def _run(self, loss: Loss, back: Callable[[], object]) -> None:
         """In the middle of streams: their clients know in time, the other streams go on, and then all is as before."""
@@ -200,6 +204,23 @@ class Rounds:
 
     def _counted(self) -> int:
         return sum(self.served.get("/stats").json["requests"].values())
+
+
+def _more(before: Sequence[Held], after: Sequence[Held]) -> str:
+    """What is held that was not: the same processes, of each kind none with more descriptors or more shared memory than
+    one of that kind had. Threads of pools are made when they are needed, a few at most."""
+    if [each.kind for each in before] != [each.kind for each in after]:
+        return f"processes: {[each.kind for each in before]}, and then {[each.kind for each in after]}"
+    most = {each.kind: [other for other in before if other.kind == each.kind] for each in before}
+    grown = [
+        each
+        for each in after
+        if each.num_descriptors > max(other.num_descriptors for other in most[each.kind])
+        or each.num_threads > max(other.num_threads for other in most[each.kind]) + POOLS
+        or sum(dict(each.shared_memory).values())
+        > max(sum(dict(other.shared_memory).values()) for other in most[each.kind])
+    ]
+    return f"{grown}, and before: {[most[each.kind] for each in grown]}" if grown else ""
 
 
 @contextmanager
