@@ -149,9 +149,12 @@ class Rounds:
         pids, counted, restarts = self.pids(loss.module), self._counted(), self._restarts()
         pid = pids[loss.place]
 
+        engines = self.pids(ENGINE)
+
         def is_another() -> bool:
-            now = self.pids(loss.module)
-            return loss.stays or (pid not in now and len(now) == len(pids))
+            now, engines_now = self.pids(loss.module), self.pids(ENGINE)
+            is_served_anew = loss.takes != "all" or (engines_now != engines and len(engines_now) == len(engines))
+            return is_served_anew and (loss.stays or (pid not in now and len(now) == len(pids)))
 
         streams = self._streams()
         lengths = [len(each.tokens) for each in streams]
@@ -200,10 +203,11 @@ class Rounds:
 
     def _restarts(self) -> int:
         stats = self.served.get("/stats").json
-        return int(stats["num_restarts"]) + sum(each["num_restarts"] for each in stats["api_processes"])
+        return sum(int(each["num_restarts"]) for each in (stats, *stats["api_processes"]))
 
     def _counted(self) -> int:
-        return sum(self.served.get("/stats").json["requests"].values())
+        ended: dict[str, int] = self.served.get("/stats").json["requests"]
+        return sum(ended.values())
 
 
 def _more(before: Sequence[Held], after: Sequence[Held]) -> str:
