@@ -22,7 +22,7 @@ from specserve.parallel.start import stages_of
 
 Row = tuple[str, str]
 
-# Of processes beside the engines, without torch, as measured; `docs/scaling.md` says where.
+# Of processes beside the engines, without torch, as measured with SmolLM2 and with a model of few tokens.
 _API_BYTES = 95 * 2**20  # one that answers HTTP, with those that render chat templates
 _COORDINATOR_BYTES = 60 * 2**20  # of several such
 _TOKENIZER_BYTES = 600  # of a token of the vocabulary, in each process that tokenizes
