@@ -87,4 +87,4 @@ def test_two_engines_serve_as_one(tiny: Path, tmp_path: Path, serving_process: A
 
 def test_one_engine_tells_of_no_replicas(shared_server: Any) -> None:
     assert "replicas" not in shared_server.get("/stats").json
-    assert "replica" not in shared_server.get("/metrics").body.decode()
+    assert 'replica="' not in shared_server.get("/metrics").body.decode()
