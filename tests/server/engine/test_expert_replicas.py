@@ -87,7 +87,8 @@ async def check_all_end(service: Service, number: int, with_signal: signal.Signa
         with answers, pytest.raises(EngineError, match="send it again") as told:
             await answers.whole()
         said.append(str(told.value))
-    assert any(f"eplica {number}" in words for words in said), "which one it was"
+    if with_signal is signal.SIGKILL:  # one that is stopped in a step which all have begun looks like the others
+        assert any(f"eplica {number}" in words for words in said), "which one it was"
     assert time.monotonic() - begun < within_s
     await until(lambda: states(service) == ["ready", "ready"])
     assert of(service).num_restarts == restarts + 2
