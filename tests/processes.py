@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +68,23 @@ def own_bytes(*pids: int) -> int:
 def _pages(pid: int, kind: str) -> int:
     text = Path(f"/proc/{pid}/smaps_rollup").read_text("utf-8")
     return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{kind}:"))
+
+
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    """Those of them that are still there go on afterwards."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def num_descriptors(pid: int) -> int:
+    return len(_listed(Path(f"/proc/{pid}/fd")))
 
 
 def held(*pids: int) -> list[Held]:

@@ -236,7 +236,8 @@ class ServeOptions:
         if self.prefill_replicas and self.prefill_replicas >= self.data_parallel_size:
             raise ConfigError(
                 f"--prefill-replicas is {self.prefill_replicas} of {self.data_parallel_size} engines, and one at least "
-                "must answer. Give a larger --data-parallel-size."
+                "must answer. Give a larger --data-parallel-size. All of them are on this machine: --backend ray has "
+                "none that only compute prompts."
             )
         if self.prefill_min_tokens is not None:
             if not self.prefill_replicas and not self.engine:

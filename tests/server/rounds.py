@@ -9,12 +9,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from tests.processes import Held, held, running
+from tests.processes import Held, held, running, stopped
 
 API, ENGINE = "specserve.server.api_processes.process", "specserve.server.engine.process"
 RANK, JOINED, COMMAND = "specserve.parallel.rank", "specserve.parallel.joined", "specserve"
@@ -225,15 +225,3 @@ def _more(before: Sequence[Held], after: Sequence[Held]) -> str:
         > max(sum(dict(other.shared_memory).values()) for other in most[each.kind])
     ]
     return f"{grown}, and before: {[most[each.kind] for each in grown]}" if grown else ""
-
-
-@contextmanager
-def stopped(*pids: int) -> Iterator[None]:
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
@@ -72,7 +73,7 @@ class Observer(Protocol):
         """The engine is gone: no open request has any more events."""
 
 
-class EngineClient:
+class EngineClient(ABC):
     """One engine, an EnginePort for requests whose ids no other has had. How messages get there is the subclass's.
 
     `gauges` is the engine after its last step. `last_progress` is time.monotonic() of the last sign that it moves while
@@ -195,16 +196,16 @@ class EngineClient:
             self.ready.set_exception(error)
             self.ready.exception()  # looked at, so that a start that nobody waits for any more is no warning
 
+    @abstractmethod
     def close(self) -> None:
         """Let go of the connection."""
-        raise NotImplementedError
 
     def _send(self, command: Command) -> None:
         self._write(self._encode(command))
 
+    @abstractmethod
     def _write(self, message: bytes) -> None:
         """Send it, without waiting."""
-        raise NotImplementedError
 
     def _take(self, report: Report) -> None:
         match report:

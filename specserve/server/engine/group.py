@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -89,7 +90,7 @@ class Member(EngineKeeper):
 M = TypeVar("M", bound=Member)
 
 
-class ReplicaGroup(Generic[M]):
+class ReplicaGroup(ABC, Generic[M]):
     """As an EngineKeeper, of several engines that serve the same model. A member's number is its place in the list,
     that of the router and that of metrics."""
 
@@ -192,9 +193,9 @@ class ReplicaGroup(Generic[M]):
             each.client.reset_prefix_cache()
             self._forget(each)
 
+    @abstractmethod
     async def wait_until_ready(self) -> Ready:
         """What the first said when it was ready. Raises EngineError with the cause when it could not start."""
-        raise NotImplementedError
 
     async def load_adapter(self, source: AdapterSource, replaces: bool) -> AdapterInfo:
         """Load an adapter in all replicas, or where one refuses it in none. Raises InputError for one that is refused,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Timeouts:
     attempts: int = 3  # starts in a row that fail before the engine was ready
 
 
-class EngineKeeper:
+class EngineKeeper(ABC):
     """One engine after another. `observer` gets the events of all of them, and is told when one is gone.
 
     `finished` is done when there will be no engine any more: its exception says why, None after `close`.
@@ -148,13 +149,13 @@ class EngineKeeper:
             _log.exception("Engines cannot be looked after any more.")
             self._give_up(EngineError(f"Engines cannot be looked after any more: {type(error).__name__}: {error}"))
 
+    @abstractmethod
     async def _run_all(self) -> None:
         """Run one engine after another."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _end(self, hurried: bool) -> None:
         """The last of `close`."""
-        raise NotImplementedError
 
     def _notice_ready(self) -> None:
         assert self._client is not None, "an engine is running"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -23,6 +22,7 @@ import pytest
 
 from specserve.checkpoint.weights import Weights
 from specserve.testing import write_adapter
+from tests.processes import num_descriptors, running, stopped
 
 PROCESS = "specserve.server.api_processes.process"
 COMPLETION = {"prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -42,27 +42,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 def processes(served: Any, module: str = PROCESS) -> list[int]:
     """Those that the server has started of this module, by their rows."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            words = (folder / "cmdline").read_text().split("\0")
-            parent = re.search(r"PPid:\s+(\d+)", (folder / "status").read_text())
-        except (OSError, UnicodeDecodeError):
-            continue
-        if module in words and parent is not None and int(parent[1]) == served.process.pid:
-            found.append(int(folder.name))
-    return sorted(found)
-
-
-@contextmanager
-def stopped(*pids: int) -> Iterator[None]:
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+    return running(served.process.pid, module)
 
 
 @contextmanager
@@ -209,7 +189,7 @@ def test_one_that_is_killed_ends_its_own_streams_only(server: Any, num_rounds: i
     count = max(2, num_rounds)  # each of the two
     expected = server.post("/v1/completions", LONG).json["choices"][0]["token_ids"]
     server.until(server.is_idle)
-    before, open_before = server.get("/stats").json, descriptors(server.process.pid)
+    before, open_before = server.get("/stats").json, num_descriptors(server.process.pid)
     for number in range(count):
         pids = processes(server)
         killed = pids[number % 2]
@@ -230,7 +210,7 @@ def test_one_that_is_killed_ends_its_own_streams_only(server: Any, num_rounds: i
     assert after["requests"]["abort"] - before["requests"]["abort"] == count
     assert sum(each["num_restarts"] for each in after["api_processes"]) == count
     assert after["num_restarts"] == 0, "of the engine"
-    assert descriptors(server.process.pid) <= open_before + 1
+    assert num_descriptors(server.process.pid) <= open_before + 1
     assert len(processes(server)) == 2
     assert "ended with status -9. Starting another" in server.said
 
@@ -367,10 +347,6 @@ class Streaming:
             self._socket.close()
         events = [json.loads(line[6:]) for line in received.split(b"\n") if line.startswith(b"data: {")]
         return [token for event in events for choice in event["choices"] for token in choice.get("token_ids") or ()]
-
-
-def descriptors(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def certificate(folder: Path) -> Sequence[Path]:
