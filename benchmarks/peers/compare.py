@@ -7,9 +7,9 @@ plain and with its own speculation, in turns. Prints a table a number of streams
 
 An engine is PEER or PEER:WEIGHTS, specserve among them (--peers specserve:f32). All weights hold the same numbers:
 those of the model's GGUF file, rounded again to each format. `--set specserve.http` runs `specserve serve` and asks it
-over HTTP, as llama.cpp is asked; without it specserve runs in its runner's process, as the others do. Prefix caches are
-off; before every repeat each engine forgets what earlier requests taught its drafter. Engines that wait are stopped, so
-that none takes another's cores.
+over HTTP, as llama.cpp is asked, with `--set specserve.replicas=2` of two engines that share the threads; without
+specserve.http it runs in its runner's process, as the others do. Prefix caches are off; before every repeat each engine
+forgets what earlier requests taught its drafter. Engines that wait are stopped, so that none takes another's cores.
 """
 
 from __future__ import annotations

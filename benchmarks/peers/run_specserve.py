@@ -1,5 +1,5 @@
 """specserve as one of the engines compared: in this process, through its SDK, or with the option `http` through its own
-server."""
+server, which with `replicas` has that many engines that share the threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specserve.registry import AUTO
 from specserve.types import SamplingParams
 from specserve.version import __version__
 
-HTTP = "http"  # the option
+HTTP, REPLICAS = "http", "replicas"  # options of a server
 NAMES = {"f32": "float32", "bf16": "bfloat16"}
 
 
@@ -27,7 +27,7 @@ class Drafting:
     """The options: `drafter`, `num_speculative_tokens`; anything else goes to the drafter, numbers as numbers."""
 
     def __init__(self, setup: Setup) -> None:
-        options = {name: value for name, value in setup.options.items() if name != HTTP}
+        options = {name: value for name, value in setup.options.items() if name not in (HTTP, REPLICAS)}
         self.drafter = options.pop("drafter", AUTO) if setup.speculation else "none"
         self.num_tokens = int(options.pop("num_speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS))
         self.options = {k: _number(v) for k, v in options.items()} if setup.speculation else {}
@@ -83,8 +83,12 @@ class OverHttp:
 
     def __init__(self, setup: Setup) -> None:
         drafting = Drafting(setup)
+        replicas = int(setup.options.get(REPLICAS, 1))
+        if setup.threads % replicas:
+            raise SystemExit(f"{replicas} replicas cannot share {setup.threads} threads evenly: change --threads.")
         options = {
-            "threads": setup.threads,
+            "data-parallel-size": replicas,
+            "threads": setup.threads // replicas,
             "max-model-len": setup.context,
             "max-num-seqs": setup.streams,
             "drafter": drafting.drafter,
@@ -96,7 +100,7 @@ class OverHttp:
         self._command = [sys.executable, "-m", "specserve", "serve", setup.model, *flags, "--no-prefix-caching"]
         self._pool = ThreadPoolExecutor(setup.streams)
         self._server = HttpServer(self._command)
-        self.about = drafting.about | {HTTP: True}
+        self.about = drafting.about | {HTTP: True, REPLICAS: replicas}
 
     def generate(self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool) -> Answer:
         shared = {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "temperature": 0, "return_token_ids": True}
@@ -129,6 +133,8 @@ def _number(text: str) -> int | float | str:
 
 
 def _start(setup: Setup) -> Engine:
+    if REPLICAS in setup.options and HTTP not in setup.options:
+        raise SystemExit("specserve.replicas is an option of its server: add --set specserve.http.")
     return OverHttp(setup) if HTTP in setup.options else InProcess(setup)
 
 
