@@ -113,12 +113,13 @@ class Rounds:
     def is_whole(self) -> bool:
         """Whether each process takes requests for each engine."""
         stats, apis = self.served.get("/stats").json, self.pids(API)
-        states = {each["state"] for name in ("replicas", "api_processes") for each in stats.get(name, ())}
-        return states == {"ready"} and len(apis) == 2 and all(map(self._is_healthy, apis))
+        states = {each["state"] for each in stats["api_processes"]}
+        return states == {"ready"} and len(apis) == 2 and all(map(self._knows_all, apis))
 
-    def _is_healthy(self, api: int) -> bool:
+    def _knows_all(self, api: int) -> bool:
         with stopped(*(pid for pid in self.pids(API) if pid != api)):
-            return bool(self.served.get("/health").status == 200)
+            engines = self.served.get("/stats").json.get("replicas", ())
+            return all(each["state"] == "ready" for each in engines) and self.served.get("/health").status == 200
 
     def held(self) -> list[Held]:
         return held(self.served.process.pid, *self._beside())
@@ -158,6 +159,7 @@ class Rounds:
 
         streams = self._streams()
         lengths = [len(each.tokens) for each in streams]
+        assert self.served.post("/reset_prefix_cache", {}).status == 200  # others that compute prompts are asked again
         begun = time.monotonic()
         os.kill(pid, loss.signal)
         self._wait_until_told(streams, lengths, loss.takes)

@@ -85,7 +85,7 @@ def test_processes_that_answer_with_engines_of_a_layout(
     if not NATIVE and layout != "data":
         pytest.skip("Built without native kernels.")
     options: dict[str, Any] = {**OPTIONS, **OPTIONS_OF[layout], "stall-timeout-s": STALL_S, "api-processes": 2}
-    with serving_process(folder, tmp_path, "--no-adaptive", "--drafter=ngram", **options) as served:
+    with serving_process(folder, tmp_path, "--admin", "--no-adaptive", "--drafter=ngram", **options) as served:
         rounds = rounds_of(served)
         sizes = {name.replace("-", "_"): value for name, value in {**OPTIONS, **OPTIONS_OF[layout]}.items()}
         num_replicas = sizes.pop("data_parallel_size", 1)

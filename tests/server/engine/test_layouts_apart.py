@@ -42,7 +42,7 @@ def test_prompts_that_are_computed_apart(
         Loss(API, KILL, SOME),
         Loss(ENGINE, STOP),
     ]
-    with serving_process(folder, tmp_path, "--no-adaptive", **options) as served:
+    with serving_process(folder, tmp_path, "--admin", "--no-adaptive", **options) as served:
         rounds = rounds_of(served)
         assert served.get("/stats").json["replicas"][0]["num_prompts_received"] == len(PROMPTS)
         rounds.run(losses)
@@ -78,7 +78,7 @@ def test_engines_at_other_addresses(
     ]
     with (
         ending(engines),
-        serving_process(folder, tmp_path, *named, *more, **nothing, **{"api-processes": 2}) as served,
+        serving_process(folder, tmp_path, "--admin", *named, *more, **nothing, **{"api-processes": 2}) as served,
     ):
         rounds = rounds_of(served, lambda: [each.process.pid for each in engines])
         rounds.run(losses, back)
@@ -116,7 +116,7 @@ def test_a_model_whose_second_process_has_joined(
     ]
     with (
         joining(folder, secret, port, tmp_path / "log") as others,
-        serving_process(folder, tmp_path, *told, **options) as served,
+        serving_process(folder, tmp_path, "--admin", *told, **options) as served,
     ):
 
         def back() -> None:
