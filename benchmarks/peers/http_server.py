@@ -34,8 +34,15 @@ class HttpServer:
 
     def post(self, path: str, body: str) -> dict[str, Any]:
         """The reply to a JSON text. Raises SystemExit for one that is not 200."""
+        return self._ask("POST", path, body)
+
+    def get(self, path: str) -> dict[str, Any]:
+        """Raises SystemExit for a reply that is not 200."""
+        return self._ask("GET", path, None)
+
+    def _ask(self, method: str, path: str, body: str | None) -> dict[str, Any]:
         connection = http.client.HTTPConnection(HOST, self._port)
-        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        connection.request(method, path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         text = response.read().decode()
         connection.close()

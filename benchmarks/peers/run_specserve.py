@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from http_server import HttpServer
+from http_server import START_S, HttpServer
 from wire import Answer, Engine, Setup, serve
 
 from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS, DTYPES
@@ -84,7 +84,7 @@ class OverHttp:
     def __init__(self, setup: Setup) -> None:
         drafting = Drafting(setup)
         replicas = int(setup.options.get(REPLICAS, 1))
-        if setup.threads % replicas:
+        if replicas < 1 or setup.threads % replicas:
             raise SystemExit(f"{replicas} replicas cannot share {setup.threads} threads evenly: change --threads.")
         options = {
             "data-parallel-size": replicas,
@@ -99,7 +99,7 @@ class OverHttp:
         flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
         self._command = [sys.executable, "-m", "specserve", "serve", setup.model, *flags, "--no-prefix-caching"]
         self._pool = ThreadPoolExecutor(setup.streams)
-        self._server = HttpServer(self._command)
+        self._start()
         self.about = drafting.about | {HTTP: True, REPLICAS: replicas}
 
     def generate(self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool) -> Answer:
@@ -114,7 +114,17 @@ class OverHttp:
     def reset(self) -> None:
         """A new server: drafters that learn across requests begin with nothing."""
         self._server.close()
+        self._start()
+
+    def _start(self) -> None:
+        """Until every engine is there: the first one makes the server healthy, while others still load."""
         self._server = HttpServer(self._command)
+        deadline = time.monotonic() + START_S
+        while any(each["state"] != "ready" for each in self._server.get("/stats").get("replicas", ())):
+            if time.monotonic() > deadline:
+                self._server.close()
+                raise SystemExit(f"Not all engines were ready within {START_S} s.")
+            time.sleep(0.05)
 
 
 def _weights(name: str) -> dict[str, Any]:

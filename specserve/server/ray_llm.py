@@ -174,8 +174,8 @@ def _refused(name: str, words: str) -> Callable[..., Awaitable[None]]:
 
 
 class SpecserveServer:
-    """A deployment's replica, in the words of Ray's LLMServerProtocol. What it yields is of Ray's own classes, which
-    are vLLM's: the ingress knows answers by them."""
+    """A deployment's replica, with the methods of Ray's LLMServerProtocol. What it yields is of Ray's own classes,
+    which are vLLM's: the ingress knows answers by them."""
 
     sleep = _refused("sleep", "Set the deployment's replicas to 0 to free its memory.")
     wakeup = _refused("wakeup", "It never sleeps.")

@@ -85,15 +85,16 @@ class App:
         pid: int = found
         return pid
 
-    def folder(self) -> Path:
-        """Where the replica's server listens."""
-        return Path(Path(f"/proc/{self.pid(SERVER)}/cmdline").read_text("utf-8").split("\0")[-2])
+    def replica(self) -> tuple[int, Path]:
+        """Its process, and where its server listens."""
+        *_, pid, folder, _ = Path(f"/proc/{self.pid(SERVER)}/cmdline").read_text("utf-8").split("\0")
+        return int(pid), Path(folder)
 
     def metric(self, name: str) -> float:
         """Of the replica's server, which Ray's proxy does not show."""
         connection = HTTPConnection("localhost")
         connection.sock = socket.socket(socket.AF_UNIX)
-        connection.sock.connect(str(self.folder() / "socket"))
+        connection.sock.connect(str(self.replica()[1] / "socket"))
         connection.request("GET", "/metrics")
         lines = connection.getresponse().read().decode().splitlines()
         connection.close()
@@ -253,9 +254,8 @@ def test_a_replica_whose_server_is_lost_is_replaced(app: App, expected: str) -> 
 
 
 def test_a_replica_that_is_killed_is_replaced(app: App, expected: str) -> None:
-    server = app.pid(SERVER)
-    *_, parent, _ = Path(f"/proc/{server}/cmdline").read_text("utf-8").strip("\0").split("\0")
-    os.kill(int(parent), signal.SIGKILL)
+    server, (replica, _) = app.pid(SERVER), app.replica()
+    os.kill(replica, signal.SIGKILL)
     wait_for(lambda: not is_alive(server), BACK_S)
     wait_for(lambda: app.completed() == expected, BACK_S)
 
