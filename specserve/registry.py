@@ -51,9 +51,7 @@ class Registry:
 
     def files(self) -> list[str]:
         """Names of the entries that are files, sorted. None is imported."""
-        modules = pkgutil.iter_modules(importlib.import_module(self.package).__path__)
-        names = sorted(module.name for module in modules if not module.name.startswith("_"))
-        return [name for name in names if not self.mark or _literal(f"{self.package}.{name}", self.mark) is not None]
+        return list(self._paths())
 
     def names(self) -> list[str]:
         """Names of all entries, sorted. None is imported."""
@@ -61,9 +59,9 @@ class Registry:
 
     def stating(self, constant: str) -> dict[str, Any]:
         """The entries whose modules state `constant`, and what it is there. None is imported."""
-        modules = {name: point.module for name, point in self._points().items()}
-        modules |= {name: f"{self.package}.{name}" for name in self.files()}
-        found = {name: _literal(module, constant) for name, module in modules.items()}
+        modules = {name: (point.module, _file(point.module)) for name, point in self._points().items()}
+        modules |= {name: (f"{self.package}.{name}", path) for name, path in self._paths().items()}
+        found = {name: _literal(module, path, constant) for name, (module, path) in modules.items()}
         return {name: value for name, value in sorted(found.items()) if value is not None}
 
     def ranked(self) -> list[str]:
@@ -145,12 +143,23 @@ class Registry:
         before = itertools.takewhile(lambda name: name != chosen, self.ranked())
         return [name for name in before if (missing := self.missing(name)) is not None and _is_compiled(missing)]
 
+    def _paths(self) -> dict[str, str]:
+        """The entries that are files, sorted by name, and where they are."""
+        found = {name: path for name, path in _files(self.package).items() if not name.startswith("_")}
+        if not self.mark:
+            return found
+        return {
+            name: path
+            for name, path in found.items()
+            if _literal(f"{self.package}.{name}", path, self.mark) is not None
+        }
+
     def _points(self) -> dict[str, EntryPoint]:
         return {point.name: point for point in declared(self.package)}
 
     def _place(self, name: str) -> tuple[str, str]:
         """An entry's module, and where in it an entry point is; "" for a file."""
-        if name in self.files():
+        if name in self._paths():
             return f"{self.package}.{name}", ""
         if (point := self._points().get(name)) is None:
             raise ConfigError(unknown(self.noun, name, [*self.others, *self.names()]))
@@ -199,13 +208,40 @@ def _changed(path: str) -> int:
         return 0
 
 
-def _literal(module_name: str, constant: str) -> Any:
-    """What a module assigns to a constant at its top level, read without running it; None where it does not."""
+def _files(package: str) -> dict[str, str]:
+    """The modules in a package's folders, sorted by name, and the file of each. None is imported."""
+    folders = list(importlib.import_module(package).__path__)
+    return _listed(tuple((folder, _changed(folder)) for folder in folders))
+
+
+@lru_cache(maxsize=64)
+def _listed(folders: tuple[tuple[str, int], ...]) -> dict[str, str]:
+    found = {}
+    for module in pkgutil.iter_modules([folder for folder, _ in folders]):
+        spec = module.module_finder.find_spec(module.name, None)
+        found[module.name] = (spec and spec.origin) or ""
+    return dict(sorted(found.items()))
+
+
+def _file(module_name: str) -> str:
+    """Where a module is; "" for what is gone, as an entry point's may be."""
     try:
         spec = importlib.util.find_spec(module_name)
-    except ModuleNotFoundError:  # an entry point into a package that is gone
-        return None
-    source = Path(spec.origin).read_text("utf-8") if spec and spec.origin and spec.origin.endswith(".py") else ""
+    except ModuleNotFoundError:
+        return ""
+    return (spec and spec.origin) or ""
+
+
+def _literal(module_name: str, path: str, constant: str) -> Any:
+    """What a module, which that file is, assigns to a constant at its top level, read without running it; None where it
+    does not."""
+    return _stated(module_name, path, _changed(path), constant) if path.endswith(".py") else None
+
+
+@lru_cache(maxsize=2048)
+def _stated(module_name: str, path: str, changed: int, constant: str) -> Any:
+    """A model's start asks for the same constants of all files many times."""
+    source = Path(path).read_text("utf-8")
     with _parsing:
         value = _assigned(source, constant) if constant in source else None
         try:
