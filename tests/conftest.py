@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import os
 import selectors
@@ -45,6 +46,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=1,
         help="how often tests that kill, stop or cut off processes do so, one round after the other: 50 for a night",
     )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="run all combinations of parameters, where `make test` runs as many as bring up each value",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --thorough, what the markers each_choice and thorough leave out is not run."""
+    if config.getoption("thorough"):
+        return
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = {id(item) for group in by_test.values() for item in _left_out(group)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
+    items[:] = [item for item in items if id(item) not in left_out]
+
+
+def _left_out(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of one test's. Rounds of its longest axis each meet the other axes' values in another order."""
+    found = [item for item in items if item.get_closest_marker("thorough")]
+    if (marker := items[0].get_closest_marker("each_choice")) is None:
+        return found
+    ids: list[list[str]] = [item.callspec._idlist for item in items]  # type: ignore[attr-defined]
+    values = sorted((list(dict.fromkeys(axis)) for axis in zip(*ids, strict=True)), key=len, reverse=True)
+    num, kept = len(values[0]), set()
+    for turn, i in itertools.product(range(marker.kwargs.get("rounds", 1)), range(num)):
+        stride, chosen = 1, [values[0][i]]
+        for axis in values[1:]:
+            chosen.append(axis[(i // stride + turn) % len(axis)])
+            stride *= len(axis)
+        kept.add(frozenset(chosen))
+    return [*found, *(item for item, own in zip(items, ids, strict=True) if frozenset(own) not in kept)]
 
 
 @pytest.fixture(scope="session")

@@ -149,6 +149,7 @@ def test_numbers_are_those_of_the_layout(name: str, tmp_path: Path) -> None:
     assert len(tensors.quantized.matrices) == 7
 
 
+@pytest.mark.each_choice(rounds=2)
 @pytest.mark.parametrize("name", ["gptq", "gptq-3-bits", "gptq-act-order", "awq", "w4a16-asymmetric", "w8a8", "fp8"])
 @pytest.mark.parametrize("kernels", ["reference-float32", "reference-bfloat16", "native-float32", "native-bfloat16"])
 def test_floats_are_those_of_the_numbers(name: str, kernels: str, tmp_path: Path) -> None:
@@ -173,6 +174,7 @@ def test_text_is_that_of_the_numbers(name: str, tmp_path: Path) -> None:
 FUSED = {"phi3": {"sliding_window": None, "head_dim": None}, "glm": {}}
 
 
+@pytest.mark.each_choice(rounds=2)
 @pytest.mark.parametrize("architecture", FUSED)
 @pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "awq", "w4a16-asymmetric", "fp8-blocks"])
 def test_rows_of_a_fused_matrix_are_those_of_its_parts(architecture: str, name: str, tmp_path: Path) -> None:
@@ -325,6 +327,7 @@ BY_KERNELS = [("native-int8", name) for name in [*INT4, "gptq-8-bits", "w8a8", "
 BY_KERNELS += [("native-int4", name) for name in INT4]
 
 
+@pytest.mark.each_choice(rounds=2)
 @pytest.mark.parametrize(("kernels", "name"), BY_KERNELS)
 @pytest.mark.parametrize("isa", ["auto", "avx2", "portable"])
 def test_integers_are_closer_than_numbers_rounded_again(name: str, kernels: str, isa: str, tmp_path: Path) -> None:

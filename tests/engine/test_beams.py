@@ -41,6 +41,7 @@ def engine(tiny: Path) -> Engine:
     return make(tiny)
 
 
+@pytest.mark.each_choice(rounds=3)
 @pytest.mark.parametrize("width", [2, 4, 8])
 @pytest.mark.parametrize("early", [False, True, "never"])
 @pytest.mark.parametrize("penalty", [1.0, 0.0, -1.0, 2.0])

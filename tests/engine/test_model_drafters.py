@@ -164,6 +164,7 @@ def expected(tiny: Path) -> dict[tuple[str, int], list[int]]:
     return drive(make(tiny), mixed(6))
 
 
+@pytest.mark.each_choice(rounds=2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -315,6 +315,7 @@ WRONG: dict[str, Callable[[LayerSpec], LayerSpec]] = {
 }
 
 
+@pytest.mark.each_choice()
 @pytest.mark.parametrize("kernels", FLOAT32)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_comparison_notices_a_wrong_spec(wrong: str, kernels: str, tmp_path: Path) -> None:
@@ -480,15 +481,25 @@ def blind_to_trees(ops: Ops) -> Callable[[Any, int], Any]:
     return blind
 
 
+def with_each_weights(*cases: str) -> list[Any]:
+    """Every case with float32 and one other kind of weights each time, with all of them where --thorough is given."""
+    found = []
+    for i, case in enumerate(cases):
+        now = (*FLOAT32, ALL_WEIGHTS[len(FLOAT32) + i % (len(ALL_WEIGHTS) - len(FLOAT32))])
+        marks = {each: () if each in now else pytest.mark.thorough for each in ALL_WEIGHTS}
+        found += [pytest.param(case, each, marks=marks[each]) for each in ALL_WEIGHTS]
+    return found
+
+
+ODD = ("llama-odd-biased", "gemma3-pattern-softcap", "olmo2-odd-biased-yarn", "mixtral-odd-window-tied")
 INVARIANCE = (  # how weights are kept is the products' affair: the odd shapes tell, and one with windows
-    *itertools.product(("llama-odd-biased", "gemma3-pattern-softcap", "olmo2-odd-biased-yarn"), ALL_WEIGHTS),
-    *itertools.product(("mixtral-odd-window-tied", "qwen2_moe", "qwen3_moe", "olmoe"), ALL_WEIGHTS),
+    *itertools.product(ODD, ALL_WEIGHTS),
     *itertools.product(
         ("llama", "mistral-window", "qwen2-window", "qwen3", "smollm3", "granite", "phi3", "glm", "gemma3", "olmo3"),
         FLOAT32,
     ),
-    *itertools.product(("opt", "gpt2", "gptj", "gpt_neox", "falcon-40b", "bloom"), ALL_WEIGHTS),
-    *itertools.product(("gpt_bigcode", "starcoder2", "falcon-7b", "falcon-rw", "mpt"), ALL_WEIGHTS),
+    *with_each_weights("qwen2_moe", "qwen3_moe", "olmoe", "opt", "gpt2", "gptj", "gpt_neox", "falcon-40b", "bloom"),
+    *with_each_weights("gpt_bigcode", "starcoder2", "falcon-7b", "falcon-rw", "mpt"),
 )
 
 

@@ -116,6 +116,7 @@ def test_drafters_that_look_up_change_no_bit(tiny: Path, expected: Tokens, stage
         assert outputs.stats.num_accepted_tokens > 0
 
 
+@pytest.mark.each_choice()
 @pytest.mark.parametrize("size", [1, 2], ids=["2 stages", "2 stages of 2"])
 @pytest.mark.parametrize("drafter", ["eagle", "eagle-1", "block", "medusa", "draft_model"])
 def test_drafters_that_run_models_change_no_bit(

@@ -301,6 +301,7 @@ def _guided(case: Case) -> Case:
     return replace(case, shorten=lambda draft: fitting.constrain(seq, draft, len(draft)))
 
 
+@pytest.mark.each_choice(rounds=3)
 @pytest.mark.parametrize("dense", [False, True], ids=["one-hot", "dense"])
 @pytest.mark.parametrize("shape", ["chain2", "fork", "late fork", "two deep"])
 @pytest.mark.parametrize("mode", MODES)
@@ -315,6 +316,7 @@ def test_a_grammar_that_took_out_what_was_drawn_would_be_caught(mode: str, plant
         check(_guided(case))
 
 
+@pytest.mark.each_choice(rounds=3)
 @pytest.mark.parametrize(("mode", "dense"), KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_joint_law_is_the_targets(mode: str, shape: str, dense: bool) -> None:

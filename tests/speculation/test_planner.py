@@ -174,6 +174,7 @@ ADVERSARIES: dict[str, Acceptance] = {
 }
 
 
+@pytest.mark.each_choice(rounds=2)
 @pytest.mark.parametrize("takes", [flat, steep])
 @pytest.mark.parametrize("num_seqs", [1, 6])
 @pytest.mark.parametrize("name", ADVERSARIES)
@@ -182,6 +183,7 @@ def test_the_loss_is_bounded(name: str, num_seqs: int, takes: Callable[[int], fl
     assert run.seconds <= 1.02 * run.plain + 8 * takes(num_seqs)
 
 
+@pytest.mark.each_choice(rounds=2)
 @pytest.mark.parametrize("asking", [2e-5, PLAIN / 4, 5 * PLAIN])
 @pytest.mark.parametrize("num_seqs", [1, 6])
 @pytest.mark.parametrize("name", ["never", "ten and ten", "five hundred good ones first", "one good among bad"])
@@ -191,6 +193,7 @@ def test_the_loss_is_bounded_where_drafts_are_verified_whole(name: str, num_seqs
     assert run.seconds <= 1.02 * run.plain + 4 * asking + 8 * steep(num_seqs)
 
 
+@pytest.mark.each_choice(rounds=2)
 @pytest.mark.parametrize("asking", [PLAIN / 4, 5 * PLAIN])
 @pytest.mark.parametrize("num_seqs", [1, 6])
 @pytest.mark.parametrize("name", ["never", "ten and ten", "drifting", "one good among bad"])
@@ -199,6 +202,7 @@ def test_the_loss_is_bounded_where_asking_takes_a_while(name: str, num_seqs: int
     assert run.seconds <= 1.02 * run.plain + 4 * asking + 8 * steep(num_seqs)
 
 
+@pytest.mark.each_choice()
 @pytest.mark.parametrize("asking", [PLAIN / 20, PLAIN])
 @pytest.mark.parametrize("num_seqs", [1, 6])
 @pytest.mark.parametrize("name", ADVERSARIES)
@@ -269,6 +273,7 @@ def test_whole_drafts_are_as_long_as_pays(num_seqs: int) -> None:
     assert max(two.drafted[-100:]) <= 3 * num_seqs
 
 
+@pytest.mark.each_choice()
 @pytest.mark.parametrize("knows", [lambda rows: PLAIN, lambda rows: PLAIN * rows], ids=["too cheap", "too dear"])
 @pytest.mark.parametrize("name", ADVERSARIES)
 def test_costs_that_were_measured_wrong_are_put_right(name: str, knows: Callable[[int], float]) -> None:
@@ -292,6 +297,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_choice(rounds=4)
 @pytest.mark.parametrize("drifts", ["", "now and then", "restless"])
 @pytest.mark.parametrize("num_seqs", [1, 6])
 @pytest.mark.parametrize("kind", KINDS)
@@ -310,6 +316,7 @@ def test_whatever_is_believed_the_loss_is_bounded(times: float | None, kind: str
     assert run.seconds <= 1.02 * run.plain + (24 if drifts else 8) * flat(num_seqs)
 
 
+@pytest.mark.each_choice()
 @pytest.mark.parametrize(("num_seqs", "share"), [(1, 0.9), (8, 0.4)])
 @pytest.mark.parametrize(("times", "steps"), [(1.6, 400), (2.2, 600), (3.5, 800), (10.0, 1000)])
 def test_rows_that_seemed_dear_are_tried(times: float, steps: int, num_seqs: int, share: float) -> None:
