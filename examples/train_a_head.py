@@ -1,5 +1,5 @@
-"""Train a draft head for the default model on a hundred prompts, and draft with it. It takes half a minute on two
-cores; a head that pays takes hours of text, or minutes on a GPU (docs/training.md)."""
+"""Train a draft head for the default model on fifty prompts, and draft with it. It takes half a minute on one
+core; a head that pays takes hours of text, or minutes on a GPU (docs/training.md)."""
 
 import json
 from pathlib import Path
@@ -11,10 +11,7 @@ from specserve.train.run import train
 
 KIND = "medusa"  # or "eagle", "block"
 QUESTIONS = ("What is a {}?", "Where does one find a {}?", "Tell me two facts about a {}.", "What is a {} made of?")
-THINGS = (
-    "bridge river mountain lamp violin candle ship train garden castle clock mirror window ladder tunnel island forest "
-    "desert planet comet engine bicycle camera piano market library"
-)
+THINGS = "bridge river mountain lamp violin candle ship train garden castle clock mirror"
 
 with TemporaryDirectory() as folder:
     prompts = Path(folder) / "prompts.jsonl"
@@ -22,7 +19,7 @@ with TemporaryDirectory() as folder:
     prompts.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in asked), "utf-8")
     options = TrainingOptions(
         prompts=prompts, out=Path(folder) / "head", temperatures=(0.0,), max_tokens=16, max_length=64, depth=1,
-        draft_vocab_size=1024, batch_tokens=512, epochs=1.2, learning_rate=3e-3, evaluate_every=99,
+        draft_vocab_size=1024, batch_tokens=256, epochs=1.2, learning_rate=3e-3, evaluate_every=99,
     )  # fmt: skip
     train(KIND, "smollm2-135m", {}, options, print)
     greedy = SamplingParams(max_tokens=48, temperature=0)

@@ -116,6 +116,7 @@ def test_adapters_differ_and_the_plain_model_is_untouched(tiny: Path, adapters: 
     assert [i for i in range(len(MIXED)) if MIXED[i] is None and i not in same] == []
 
 
+@pytest.mark.each_choice(rounds=2)
 @pytest.mark.parametrize(
     "options",
     [

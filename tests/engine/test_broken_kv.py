@@ -176,6 +176,7 @@ def test_a_prompt_that_cannot_be_computed_fails_alone(folder: Path, kernels: dic
         assert run(engine, asked) == alone
 
 
+@pytest.mark.each_choice(rounds=2)
 @pytest.mark.parametrize("at", [0, 15, 16, 70])
 def test_a_step_that_fails_leaves_nothing_that_is_found(folder: Path, kernels: dict[str, Any], at: int) -> None:
     """The whole blocks of the steps before it are found, bit for bit as another engine makes them of these tokens."""

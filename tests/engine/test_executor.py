@@ -192,6 +192,7 @@ def _add(known: list[Any], event: Event) -> None:
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
+@pytest.mark.each_choice
 @pytest.mark.parametrize("is_scarce", [False, True], ids=["roomy", "preempted"])
 def test_a_model_in_another_process_says_the_same(
     tiny: Path, heads: Mapping[str, str], pipe: Connection, options: dict[str, Any], is_scarce: bool

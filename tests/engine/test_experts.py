@@ -85,6 +85,7 @@ def alone(case: tuple[Path, dict[str, Any]]) -> dict[tuple[str, int], list[int]]
     return outputs
 
 
+@pytest.mark.each_choice(rounds=2)
 @pytest.mark.parametrize(
     "options",
     [

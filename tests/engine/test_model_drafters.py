@@ -402,6 +402,7 @@ def plain_pairs(tiny: Path) -> Counter[tuple[int, ...]]:
     return seeded_pairs(make(tiny, max_num_seqs=64, max_num_batched_tokens=512), range(10_000, 10_000 + NUM_TEXTS))
 
 
+@pytest.mark.each_choice(rounds=2)
 @pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
 @pytest.mark.parametrize("drafting", ["draft_model", "eagle3", "block", "medusa"], indirect=True)
 def test_the_law_is_the_targets(tiny: Path, plain_pairs: Any, drafting: dict[str, Any], verification: str) -> None:

@@ -315,7 +315,7 @@ WRONG: dict[str, Callable[[LayerSpec], LayerSpec]] = {
 }
 
 
-@pytest.mark.each_choice()
+@pytest.mark.each_choice
 @pytest.mark.parametrize("kernels", FLOAT32)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_comparison_notices_a_wrong_spec(wrong: str, kernels: str, tmp_path: Path) -> None:

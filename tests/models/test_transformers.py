@@ -98,6 +98,7 @@ def test_scores_are_transformers_own_and_rows_keep_their_bits(kind: str, folders
     assert unequal_rows(model) == []
 
 
+@pytest.mark.each_choice(rounds=2)
 @pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("kind", ["stablelm", "modernbert-decoder", "biogpt"])
 def test_rows_keep_their_bits_with_packed_weights(kind: str, weights: str, folders: dict[str, Path]) -> None:

@@ -93,9 +93,9 @@ def trained(tiny: Path, expected: Tokens, tmp_path_factory: pytest.TempPathFacto
     "options",
     [
         {"drafter": "recycle", "adaptive": False, "max_num_batched_tokens": 16},
-        {"drafter": "suffix", "adaptive": False},
+        pytest.param({"drafter": "suffix", "adaptive": False}, marks=pytest.mark.thorough),
         {"drafter": "eagle", "adaptive": False, "drafter_options": {"top_k": 2}},
-        {"drafter": "eagle-1", "adaptive": False},
+        pytest.param({"drafter": "eagle-1", "adaptive": False}, marks=pytest.mark.thorough),
         {"drafter": "block", "adaptive": False},
         {"drafter": "medusa", "adaptive": False, "kv_cache_gib": 16 * 2**14 / 2**30},
         {"drafter": "draft_model", "adaptive": False},
@@ -261,7 +261,7 @@ def check_end(llm: LLM, rank: int) -> None:
 
 
 def test_nothing_is_left(tiny: Path, num_rounds: int) -> None:
-    check_nothing_is_left(tiny, 2, max(3, num_rounds))
+    check_nothing_is_left(tiny, 2, max(2, num_rounds))
 
 
 def check_nothing_is_left(model: Path, size: int, num_rounds: int, **options: Any) -> None:

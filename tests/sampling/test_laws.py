@@ -196,7 +196,7 @@ CELLS = [cell for group in range(len(GROUPS)) for cell in _cells(group)]
 SEEDS_PER_CELL = 400
 
 
-@pytest.mark.each_choice()
+@pytest.mark.each_choice
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("mode", "draft"), GROUPS)
 def test_every_cell_has_the_targets_law(

@@ -202,7 +202,7 @@ def test_the_loss_is_bounded_where_asking_takes_a_while(name: str, num_seqs: int
     assert run.seconds <= 1.02 * run.plain + 4 * asking + 8 * steep(num_seqs)
 
 
-@pytest.mark.each_choice()
+@pytest.mark.each_choice
 @pytest.mark.parametrize("asking", [PLAIN / 20, PLAIN])
 @pytest.mark.parametrize("num_seqs", [1, 6])
 @pytest.mark.parametrize("name", ADVERSARIES)
@@ -273,7 +273,7 @@ def test_whole_drafts_are_as_long_as_pays(num_seqs: int) -> None:
     assert max(two.drafted[-100:]) <= 3 * num_seqs
 
 
-@pytest.mark.each_choice()
+@pytest.mark.each_choice
 @pytest.mark.parametrize("knows", [lambda rows: PLAIN, lambda rows: PLAIN * rows], ids=["too cheap", "too dear"])
 @pytest.mark.parametrize("name", ADVERSARIES)
 def test_costs_that_were_measured_wrong_are_put_right(name: str, knows: Callable[[int], float]) -> None:
@@ -316,7 +316,7 @@ def test_whatever_is_believed_the_loss_is_bounded(times: float | None, kind: str
     assert run.seconds <= 1.02 * run.plain + (24 if drifts else 8) * flat(num_seqs)
 
 
-@pytest.mark.each_choice()
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("num_seqs", "share"), [(1, 0.9), (8, 0.4)])
 @pytest.mark.parametrize(("times", "steps"), [(1.6, 400), (2.2, 600), (3.5, 800), (10.0, 1000)])
 def test_rows_that_seemed_dear_are_tried(times: float, steps: int, num_seqs: int, share: float) -> None:
