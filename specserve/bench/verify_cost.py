@@ -63,7 +63,7 @@ class _WrongDrafter:
         return [Draft.chain([self.token] * request.num_tokens) for request in requests]
 
 
-class _DirectHost(DraftHost):
+class DirectHost(DraftHost):
     """Calls its drafter on the engine's thread, as the engine calls those of drafters/."""
 
     def _call(self, function: Callable[[], Any], num_drafts: int = 1) -> Outcome:
@@ -92,7 +92,7 @@ class VerifySteps:
             raise EngineError(f"Plain decoding failed: {said.error}")
         vocabulary = self._engine.limits.vocab_size
         never = next(token for token in range(vocabulary) if token not in said.token_ids)
-        host = _DirectHost(_WrongDrafter(never), vocabulary, self._llm.config.drafter_timeout_s)
+        host = DirectHost(_WrongDrafter(never), vocabulary, self._llm.config.drafter_timeout_s)
         self._engine.use(host, 0)
         self._own.enter_context(self._llm.exclusive())
         return self

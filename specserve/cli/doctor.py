@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from specserve.cli.doctor_head import diagnose_head
 from specserve.cli.json_output import JsonFile, is_json_alone, write_json
-from specserve.cli.options import ENGINE_HELP, GROUPS, MODEL, engine_options, help_of, model_parameter, options_type
-from specserve.config import DEFAULT_MODEL, EngineConfig
+from specserve.cli.options import (
+    ENGINE_HELP,
+    GROUPS,
+    MODEL,
+    SPECULATION,
+    Whole,
+    engine_options,
+    help_of,
+    model_parameter,
+    options_type,
+)
+from specserve.config import DEFAULT_MODEL, DEFAULT_NUM_SPECULATIVE_TOKENS, EngineConfig
 from specserve.errors import ConfigError
 from specserve.parallel.address import Address
 from specserve.parallel.security import read_secret
@@ -41,6 +53,21 @@ def doctor(
     model: Annotated[str, model_parameter("The model, or LoRA adapter, whose folder is looked up.")] = DEFAULT_MODEL,
     *,
     isa: Annotated[str, Parameter(group=MODEL, help=ENGINE_HELP["isa"].text)] = "auto",
+    head: Annotated[
+        str | None,
+        Parameter(
+            group=SPECULATION,
+            help="Replay this draft head (folder or hub id; for MTP the model that has the layers) on the model, and "
+            "say where its acceptance is lost.",
+        ),
+    ] = None,
+    text: Annotated[
+        str | None,
+        Parameter(group=SPECULATION, help="With --head: a text file that answers go on from, not bundled prompts."),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        Whole, Parameter(group=SPECULATION, help="With --head: tokens of a draft.")
+    ] = DEFAULT_NUM_SPECULATIVE_TOKENS,
     engines: Annotated[Engines, Parameter(name="*")] = _ENGINES,
     servers: Annotated[Servers, Parameter(name="*")] = _SERVERS,
     port: Annotated[
@@ -49,12 +76,16 @@ def doctor(
     json_file: JsonFile = None,
 ) -> None:
     """Show the device, memory, kernels, model folder and versions, and which models of the catalog fit; with a layout,
-    whether it suits the machine and the model. Loads no weights."""
+    whether it suits the machine and the model. Loads no weights, but with --head, which is then all that is shown."""
     from specserve.doctor import Section, as_dict, examine, show
     from specserve.layout import Layout
     from specserve.server.engine.process import check_shared
 
     config = EngineConfig(**engine_options(engines, model=model))
+    if head is not None or text is not None:
+        _check_alone(given := engine_options(engines, model=model, isa=isa), servers, port)
+        diagnose_head(head, given, text, num_speculative_tokens, json_file)
+        return
     size = servers.data_parallel_size
     check_prefill(config, servers.prefill_replicas)
     check_experts(config, servers.enable_expert_parallel)
@@ -77,6 +108,13 @@ def doctor(
     for section in sections:
         if section.fault is not None:
             raise section.fault
+
+
+def _check_alone(given: Mapping[str, Any], servers: ServeOptions, port: int | None) -> None:
+    """Raises ConfigError for options of a layout beside --head."""
+    ranks = given["tensor_parallel_size"] * given["pipeline_parallel_size"]
+    if ranks > 1 or servers != _SERVERS or port is not None:
+        raise ConfigError("--head is replayed in this process: leave out --port and the options of a layout.")
 
 
 def _joining(address: Address, model: str) -> tuple[str, ConfigError | None]:

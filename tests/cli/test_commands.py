@@ -190,8 +190,14 @@ ROWS = {
         | {"": (USAGE, "specserve inspect needs --model: ")},
     ),
     "doctor": Row(
-        "Model Engine Engines-elsewhere Operation Output",
-        JSON | {"--isa avx9": (USAGE, "Did you mean 'avx2' or 'avx512'?")},
+        "Model Speculation Engine Engines-elsewhere Operation Output",
+        JSON
+        | {
+            "--isa avx9": (USAGE, "Did you mean 'avx2' or 'avx512'?"),
+            "--text p": (USAGE, "--text is what --head is replayed on. Give both."),
+            "smollm2-135n --head h": NO_MODEL,
+            "--head h --port 1": (USAGE, "leave out --port and the options of a layout."),
+        },
     ),
     "completion": Row("Arguments", {"fsh": (USAGE, 'Did you mean "fish"?')}),
 }
