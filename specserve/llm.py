@@ -23,7 +23,7 @@ from specserve.beams import EarlyStopping
 from specserve.checkpoint.generation_config import AUTO, check_named, stated_by
 from specserve.checkpoint.pooling import CONFIG as POOLING_CONFIG, read_pooling
 from specserve.config import DEFAULT_MODEL, EngineConfig
-from specserve.engine.build import build
+from specserve.engine.build import Built, build
 from specserve.engine.compiling import Compiling
 from specserve.engine.counters import Counters
 from specserve.engine.engine import Engine
@@ -83,7 +83,7 @@ class LLM:
         self._owner = Ownership()
         threads = torch.get_num_threads()
         try:
-            built = build(self.config, progress=progress)
+            built = self._build(progress)
             self._torch_threads = torch.get_num_threads()
         finally:
             torch.set_num_threads(threads)
@@ -95,6 +95,9 @@ class LLM:
         self._port: LocalPort | None = LocalPort(
             built.engine, Compiling(built.compiler, built.tokenizer.markers), built.loader
         )
+
+    def _build(self, progress: bool) -> Built:
+        return build(self.config, progress=progress)
 
     @property
     def engine(self) -> Engine:

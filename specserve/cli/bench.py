@@ -101,6 +101,12 @@ bench.command(
     name="replay",
     help="Measure drafters' acceptance on recorded answers (bench --record writes them), without a model.",
 )
+bench.command(
+    "specserve.cli.bench_synthetic:synthetic",
+    name="synthetic",
+    help="Measure what speculation gives at a model's size: random weights of its shape, whose drafts are accepted by "
+    "a coin, for drafters of several costs. Steps and verification are the engine's own; nothing is fetched or kept.",
+)
 
 
 @bench.default

@@ -103,18 +103,19 @@ def build(
     num_engines: int = 1,
     pulse: int = -1,
     lockstep: Lockstep | None = None,
+    load: Callable[..., tuple[AnyModel, range, Ranks | None]] | None = None,
 ) -> Built:
     """Load everything a configuration names. `connect` says what executes steps, given what would in this process;
     `num_engines` are to share the memory; `pulse` is a Pulse's descriptor, for what other processes of the model do
-    while this one waits; with `lockstep` it is one of several replicas, whose experts it has some of. Raises
-    ConfigError, ModelError or CapacityError before any request."""
+    while this one waits; with `lockstep` it is one of several replicas, whose experts it has some of; `load` makes the
+    model, as `_load`. Raises ConfigError, ModelError or CapacityError before any request."""
     drafters = makers(config.drafter, config.drafter_options)  # a wrong name must not cost a model load
     check_backend(config.grammar_backend)
     check_folders(map(AdapterSource.parse, config.lora))
     threads = config.threads or max(1, default_threads() // config.tensor_parallel_size)
     folder, ops = _find(config, threads, progress)
     tokenizer = Tokenizer(folder)
-    model, own, ranks = _load(config, folder, ops, threads, progress, pulse, lockstep)
+    model, own, ranks = (load or _load)(config, folder, ops, threads, progress, pulse, lockstep)
     spec, ops, max_rows = model.spec, model.ops, config.max_num_batched_tokens
     num_adapters = _hold_adapters(model, config)
     max_logit_rows = logit_rows(spec.vocab_size, config.max_num_seqs, max_rows)
@@ -134,11 +135,9 @@ def build(
     context.bind(storage.layers[len(own) :], storage.block_size)
     kv, make, counters = storage.layers[: len(own)], Runner if ranks is None else ranks.runner, Counters()
     runner = make(model, ops, kv, storage.block_size, max_rows, max_logit_rows, taps, top_k)
-    sampler = Sampler(spec.vocab_size, config.verification, ops)
     make_local = LocalExecutor if lockstep is None else lockstep.executor
-    executor: Executor = connect(local := make_local(runner, sampler, storage, counters.timed))
-    if ranks is not None:
-        executor = ranks.executor(local, num_adapters, config.max_lora_rank)
+    local = make_local(runner, Sampler(spec.vocab_size, config.verification, ops), storage, counters.timed)
+    executor = connect(local) if ranks is None else ranks.executor(local, num_adapters, config.max_lora_rank)
     cache = KVCache(executor, config.prefix_caching)
     cache.reads_next = host.needs.reads_next
     policy = Policy(host, config.num_speculative_tokens, spec.max_len, context, counters.timed)

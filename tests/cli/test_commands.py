@@ -145,6 +145,18 @@ ROWS = {
         },
     ),
     "bench verify-cost": Row("Measurement Model Engine Output", MODEL | JSON | STEPS | {"--rows x": (USAGE, '"x" is')}),
+    "bench synthetic": Row(
+        "Measurement Model Output",
+        JSON
+        | {
+            "--repeats 0": STEPS["--repeats 0"],
+            "--shape 9b": (USAGE, 'Choose from: "0.5b", "1.5b", "8b"'),
+            "--acceptance x": (USAGE, '"x" is no list of numbers; write them as 0.7,0.6.'),
+            "--acceptance 2": (USAGE, "--acceptance has 2; shares of accepted tokens are numbers from 0 to 1."),
+            "--drafter-cost 1/step": (USAGE, "write 0.08 for each draft, or 0.05/token."),
+            "--rows 2,4": (USAGE, "--rows begin with 1"),
+        },
+    ),
     "bench profile": Row(
         "Measurement Model Engine Output", MODEL | JSON | STEPS | {"--rows 0": (USAGE, "Must be >= 1")}
     ),

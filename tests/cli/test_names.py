@@ -18,7 +18,7 @@ from specserve.testing import write_tiny_model
 Outcome = tuple[int, str, str]
 SMALL = ("--dtype", "float32", "--kv-cache-gib", "0.01", "--max-model-len", "1024", "--max-tokens", "4")
 # What takes no model, and whose first argument is something else.
-WITHOUT_MODEL = {"completion", "top", "list", "ps", "bench replay", "grammar list", "grammar show"}
+WITHOUT_MODEL = {"completion", "top", "list", "ps", "bench replay", "bench synthetic", "grammar list", "grammar show"}
 WITH_ARGUMENTS = {"generate", "train", "grammar check", "bench serve"}
 REPORTS_NOTHING = {"serve", "engine", "rank", "dynamo", "chat", "completion"}
 
