@@ -150,5 +150,6 @@ def random_llm(
         write_tokenizer(folder := Path(name), config)
         (folder / "config.json").write_text(json.dumps(config), "utf-8")
         save_file({"none": torch.zeros(1)}, folder / "model.safetensors")  # a model's folder has some
-        with RandomLLM(folder, on_tensor, **options) as llm:
+        llm = RandomLLM(folder, on_tensor, **options)
+        with llm:
             yield llm

@@ -10,7 +10,9 @@ from specserve.cli.json_output import tables, write_json
 from specserve.errors import ConfigError
 
 
-def diagnose_head(head: str, engine: Mapping[str, Any], text: str | None, depth: int, json_file: Path | None) -> None:
+def diagnose_head(
+    head: str | None, engine: Mapping[str, Any], text: str | None, depth: int, json_file: Path | None
+) -> None:
     """Replay the head beside the model that the engine's options name, and say where acceptance is lost. Raises as
     bench.heads.diagnose does."""
     from specserve.bench.heads.diagnose import diagnose, subject, texts_of

@@ -180,7 +180,7 @@ def _variants(bench: HeadBench, num_layers: int) -> list[Variant]:
 
 
 def _chain(bench: HeadBench, recordings: Many[Recording], depth: int, **more: Any) -> Replay:
-    options = {} if bench.kind == "block" else {"top_k": 1}
+    options: dict[str, Any] = {} if bench.kind == "block" else {"top_k": 1}
     return replay(bench, recordings, depth, **options, **more)
 
 

@@ -140,7 +140,8 @@ def _walks(bench: HeadBench, recordings: Many[Recording], shown: Shown, depth: i
 
 def _tell(drafter: Drafter, told: Many[tuple[SequenceReport, list[Tensor]]]) -> None:
     """Of one step with these rows."""
-    reports, row = [], 0
+    reports: list[SequenceReport] = []
+    row = 0
     for report, _ in told:
         reports.append(report._replace(first_row=row, logits_start=len(reports)))
         row += report.num_new
