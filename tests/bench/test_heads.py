@@ -213,12 +213,12 @@ def with_ids(spec: Any, weights: dict[str, Any], kept: list[int], ids: list[int]
 
 @pytest.mark.usefixtures("_says_texts")
 def test_a_vocabulary_that_is_cut_is_found(target: Decoder, check: Check) -> None:
-    kept = [token for token in range(251) if token % 8]
+    kept = [token for token in range(251) if token % 3]
     figures = check(*with_ids(*bigram(target), kept, kept))
     assert named(figures) == ["vocabulary"]
     covers = figures["vocabulary"]
-    assert covers["size"] == len(kept) and covers["missing"] > 0.08
-    assert all(each["id"] % 8 == 0 and each["count"] for each in covers["commonest_missing"])
+    assert covers["size"] == len(kept) and covers["missing"] > 0.2
+    assert all(each["id"] % 3 == 0 and each["count"] for each in covers["commonest_missing"])
     assert covers["accepted_within"] > figures["served"]["accepted"] + 0.3
 
 

@@ -17,7 +17,7 @@ SURE = 3.0  # standard errors that a difference must have
 _WORTH = 0.1  # of the accepted tokens: what is not worth a word
 _LEAST = 0.05  # accepted tokens of a draft: likewise
 _MOST_SHIFT = 16  # of ids in a vocabulary that are looked for
-_MOST_MISSING = 0.08  # of the target's tokens, that a good draft vocabulary lacks at most
+_MOST_MISSING = 0.05  # of the target's tokens, that a good draft vocabulary lacks at most
 _LOW = 0.35  # acceptance of the first token below which a head has learned little
 
 
@@ -164,7 +164,10 @@ def coverage(base: Replay, ids: Many[int] | None) -> Coverage | None:
 
 
 def cut_vocabulary(base: Replay, covers: Coverage | None, names: Mapping[int, str]) -> list[Finding]:
-    if covers is None or covers.missing <= _MOST_MISSING:
+    if covers is None:
+        return []
+    error = (covers.missing * (1 - covers.missing) / max(1, len(covers.allowed))) ** 0.5
+    if covers.missing - SURE * error <= _MOST_MISSING:
         return []
     within = sum(base.by_depth(covers.allowed))
     words = ", ".join(f"{names[token]!r} ({count})" for token, count in covers.commonest)
