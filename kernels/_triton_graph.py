@@ -37,6 +37,8 @@ class Staging:
         self.lock = threading.RLock()  # of whoever writes, copies and replays: a drafter may have a thread of its own
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        # torch's own for captures is of the device that captured first.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._has_failed = False
         gc.collect()  # graphs of engines before, whose memory nobody else gives back
 
@@ -56,7 +58,7 @@ class Staging:
         collects, stream = gc.isenabled(), torch.cuda.current_stream(self.memory.device)
         gc.disable()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 yield
         finally:
             torch.cuda.set_stream(stream)  # torch leaves its own where a capture fails
@@ -89,7 +91,8 @@ class _Layout:
 
 class GraphRecording(Generic[T]):
     """`function(plan, *inputs)` for `num_rows` rows, of which `num_gathered` are gathered, as one graph. A run of fewer
-    has rows of padding, whose keys and values go nowhere. `block_size` is that of its plans."""
+    has rows of padding, whose keys and values go nowhere. `block_size` is that of its plans. With `has_flash` steps of
+    chains alone have graphs of their own."""
 
     def __init__(
         self,
@@ -99,8 +102,9 @@ class GraphRecording(Generic[T]):
         num_rows: int,
         num_gathered: int,
         block_size: int,
+        has_flash: bool = False,
     ) -> None:
-        self._staging = staging
+        self._staging, self._has_flash = staging, has_flash
         layout = _Layout(staging)
         self._inputs: list[tuple[NDArray[Any] | None, Tensor]] = []  # where the host writes, and what is read
         self._padding = [each.padding for each in inputs]
@@ -123,31 +127,37 @@ class GraphRecording(Generic[T]):
         self._flags: NDArray[np.bool_] = self._broken.numpy()
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._function = function
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, T] | None] = {}  # by splits, and what each finds
-        self._captured(1)
+        # By splits and whether there are chains alone, and what each finds.
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, T] | None] = {}
+        for is_chain in sorted({False, has_flash}):
+            self._captured(1, is_chain)
 
     def takes(self, plan: Plan | None) -> bool:
         """Makes it ready for a context of that length, before it is filled."""
         fits = plan is None or len(plan.numbers) <= len(self._numbers)
-        return fits and self._captured(1 if plan is None else plan.num_splits) is not None
+        return fits and self._for(plan) is not None
 
-    def _captured(self, num_splits: int) -> tuple[torch.cuda.CUDAGraph, T] | None:
+    def _for(self, plan: Plan | None) -> tuple[torch.cuda.CUDAGraph, T] | None:
+        return self._captured(1, False) if plan is None else self._captured(plan.num_splits, plan.is_chain)
+
+    def _captured(self, num_splits: int, is_chain: bool) -> tuple[torch.cuda.CUDAGraph, T] | None:
         """The graph for contexts of so many splits, and what it finds; None where it could not be captured."""
-        key = next(splits for splits in _SPLITS if splits >= num_splits)
+        key = next(splits for splits in _SPLITS if splits >= num_splits), is_chain and self._has_flash
         if key not in self._graphs:
-            self._graphs[key] = self._capture(key)
+            self._graphs[key] = self._capture(*key)
         return self._graphs[key]
 
     @torch.inference_mode()
-    def _capture(self, max_splits: int) -> tuple[torch.cuda.CUDAGraph, T] | None:
+    def _capture(self, max_splits: int, is_chain: bool) -> tuple[torch.cuda.CUDAGraph, T] | None:
         """First the function runs, so that whatever is made once is made: kernels, and what they keep. Then it is
         captured, which runs nothing."""
         inputs, plan = [own for _, own in self._inputs], self._plan
-        plan.max_splits = max_splits
+        plan.max_splits, plan.is_chain, plan.sequences = max_splits, is_chain, None
         graph, staging = torch.cuda.CUDAGraph(), self._staging
         with staging.lock:
             staging.memory.zero_()  # row 0, token 0, slot 0: what others staged may be no row at all
             self._function(plan, *inputs)
+            plan.sequences = None
             try:
                 with staging.capturing(graph):
                     if plan.is_used:
@@ -162,7 +172,7 @@ class GraphRecording(Generic[T]):
 
     @torch.inference_mode()
     def start(self, num_rows: int, num_gathered: int, plan: Plan | None) -> None:
-        captured = self._captured(1 if plan is None else plan.num_splits)
+        captured = self._for(plan)
         assert captured is not None, "it takes the plan"
         graph, self.found = captured
         with self._staging.lock:

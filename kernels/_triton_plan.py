@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ class PlanTensors:
     broken: Tensor  # bool [rows], whose keys or values were NaN or infinite in any layer
     block_size: int
     max_splits: int  # that the context of any row may have
+    is_chain: bool = False  # whether there are neither trees nor blocks, and flash attention may be used
+    sequences: Any = None  # what that wants to know of them, made by the first layer
     is_used: bool = False
 
     @property
@@ -72,8 +75,9 @@ class Plan:
         visible, path_start = index + 1, np.zeros_like(index)
         prefix = visible.copy()
         self._paths: list[int] = []
+        self.is_chain = True
         for s in np.flatnonzero(np.bincount(seq[parents != own - 1], minlength=len(counts))).tolist():
-            here = slice(starts[s], starts[s + 1])
+            here, self.is_chain = slice(starts[s], starts[s + 1]), False
             if rows.is_block(s):
                 visible[here] = prefix[here] = cached[s] + counts[s]
                 continue
@@ -99,7 +103,7 @@ class Plan:
             row_seq, visible, prefix, path_start, numbers = others
             broken = torch.zeros(self.num_rows, dtype=torch.bool, device=device)
             parts = row_seq, visible, prefix, path_start, numbers, broken
-            self._tensors = PlanTensors(slots, *parts, self.block_size, self.num_splits)
+            self._tensors = PlanTensors(slots, *parts, self.block_size, self.num_splits, self.is_chain)
         return self._tensors
 
     def broken_rows(self) -> list[int]:

@@ -45,15 +45,17 @@ from specserve.ops import (
     Verified,
 )
 from specserve.ops.backend import KernelOptions
+from specserve.ops.flash import NoFlash
 from specserve.ops.packing import Lazy, PackedCache, Quantized, Source, below, by_rows, loaded, uncached
 from specserve.types import Ids
 
 PRIORITY = 10
+DEVICES = ("cpu",)
 _BANDWIDTH_BYTES, _BANDWIDTH_PASSES = 2**28, 7  # no cache holds so much
 _MIN_ROWS_TOGETHER = 3  # attention of fewer rows costs little more than reading their context
 
 
-class Kernels(Adapters, Experts, PeerKernels):
+class Kernels(Adapters, Experts, NoFlash, PeerKernels):
     """The op contract on a CPU. `dtype` is that of the embeddings, and of weights and KV cache that have no other."""
 
     row_multiple = 1

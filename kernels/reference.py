@@ -49,6 +49,7 @@ from specserve.ops import (
     Verified,
 )
 from specserve.ops.backend import KernelOptions
+from specserve.ops.flash import NoFlash
 from specserve.ops.isa import choose_isa
 from specserve.ops.packing import PackedCache, Source, uncached
 from specserve.ops.peers import NoPeers
@@ -118,7 +119,7 @@ def instruction_sets() -> list[str]:
     return [capability if capability in ("avx512", "avx2") else "portable"]
 
 
-class Kernels(_adapters.Adapters, _experts.Experts, _cache.Cache, NoPeers):
+class Kernels(_adapters.Adapters, _experts.Experts, _cache.Cache, NoFlash, NoPeers):
     """The op contract in torch. `dtype` is the dtype of weights and of linear inputs and outputs."""
 
     name = "reference"
@@ -139,6 +140,7 @@ class Kernels(_adapters.Adapters, _experts.Experts, _cache.Cache, NoPeers):
     def create(cls, asked: KernelOptions) -> Kernels:
         if asked.device.type == "cpu":
             return cls(asked.device, *asked.on_cpu(instruction_sets(), cls.name))
+        torch.cuda.set_device(asked.device)  # of this thread
         automatic = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
         dtype = automatic if asked.dtype == "auto" else getattr(torch, asked.dtype)
         return cls(asked.device, dtype, asked.isa)

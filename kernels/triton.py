@@ -22,6 +22,7 @@ import specserve.kernels._torch_verify as _verify
 import specserve.kernels._triton_adapters as _adapters
 import specserve.kernels._triton_attention as _attention
 import specserve.kernels._triton_bank as _bank
+import specserve.kernels._triton_flash as _flash
 import specserve.kernels._triton_linear as _linear
 import specserve.kernels._triton_rows as _rows
 import specserve.kernels._triton_sampling as _sampling
@@ -36,7 +37,7 @@ from specserve.ops.packing import PackedCache, Source, uncached
 from specserve.types import Ids
 
 PRIORITY = 5  # before the reference; the kernels for CPUs are looked at first, as these take a second to import
-
+DEVICES = ("cuda",)
 
 _LEAST_CAPABILITY = 8  # Triton's own
 
@@ -86,10 +87,13 @@ class Kernels(_bank.Adapters, _reference.Kernels):
         num_gathered: int,
         plan: Plan | None,
     ) -> GraphRecording[T]:
-        block_size = 1 if plan is None else plan.block_size
-        return GraphRecording(self._staging, function, inputs, num_rows, num_gathered, block_size)
+        block_size, has_flash = 1 if plan is None else plan.block_size, self._flash_attention is not None
+        return GraphRecording(self._staging, function, inputs, num_rows, num_gathered, block_size, has_flash)
 
     def plan(self, rows: AttentionRows, block_size: int) -> Plan:
+        """Triton launches on the current device, which every thread has of its own: the one that steps asks for a plan
+        first."""
+        torch.cuda.set_device(self.device)
         self._pulse.beat()
         return Plan(rows, block_size)
 
@@ -165,6 +169,9 @@ class Kernels(_bank.Adapters, _reference.Kernels):
     def embed_adapters(self, residual: Tensor, token_ids: Tensor, adapters: RowAdapters, scale: float) -> None:
         _adapters.embed(residual, token_ids, *adapters, scale)
 
+    def quantize_activation(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype).contiguous()
+
     def argmax(self, logits: Tensor) -> Tensor:
         return _rows.argmax(logits)
 
@@ -193,7 +200,26 @@ class Kernels(_bank.Adapters, _reference.Kernels):
         window: int | None,
         slopes: Tensor | None = None,
     ) -> Tensor:
-        return _attention.attention(q, kv, self._tensors(plan), scale, window, slopes)
+        tensors = self._tensors(plan)
+        if self._flash_attention is None or not tensors.is_chain or slopes is not None:
+            return _attention.attention(q, kv, tensors, scale, window, slopes)
+        tensors.sequences = tensors.sequences or _flash.Sequences.of(tensors)
+        return self._flash_attention.attention(q, kv, tensors.sequences, tensors.block_size, scale, window)
+
+    _flash_attention: _flash.Flash | None = None
+
+    @property
+    def flash(self) -> str:
+        return "" if self._flash_attention is None else self._flash_attention.name
+
+    def flash_attentions(self, block_size: int) -> dict[str, str | None]:
+        found = _flash.candidates(self.dtype, block_size)
+        return {name: each if isinstance(each, str) else None for name, each in found.items()}
+
+    def use_flash(self, name: str, block_size: int) -> None:
+        chosen = _flash.candidates(self.dtype, block_size)[name] if name else None
+        assert not isinstance(chosen, str), "it can be used"
+        self._flash_attention = chosen
 
     def _tensors(self, plan: Plan | PlanTensors) -> PlanTensors:
         return plan.tensors(self.device) if isinstance(plan, Plan) else plan

@@ -13,6 +13,7 @@ from specserve.help import Help
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 ISAS = ("auto", "avx512", "avx_vnni", "avx2", "portable")
+ATTENTIONS = ("exact", "flash", "auto")
 VERIFICATIONS = ("coupled", "rejection", "block")
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5
@@ -38,6 +39,11 @@ class EngineConfig:
     - `quantization`: "auto" is int8 where native kernels serve the CPU and no dtype is asked for, int4 there for a
       checkpoint whose own integers int4 keeps (GPTQ and AWQ of 4 bits), else none.
     - `isa`: instruction set of the CPU kernels; "auto" is the environment variable SPECSERVE_ISA, else the fastest.
+    - `attention`: on a GPU. "exact" gives a row the same bits in any step. "flash" is the flash attention of flash-attn
+      or of torch, whichever is there and passes a self-test, for prompts and chains: with it bits are the same within
+      equal tiles alone. "auto" is that where it can be, and needs `bit_identity` to be off.
+    - `bit_identity`: kernels that give a row other bits in other company are refused, but for those of
+      `attention` "flash".
     - `threads`: None is SPECSERVE_THREADS, else the number of cores that this process may use, divided among those that
       share a step: `tensor_parallel_size`. Stages, `pipeline_parallel_size` of them, have as many each.
     - `kv_cache_gib`: None sizes the cache from free memory.
@@ -59,6 +65,17 @@ class EngineConfig:
     quantization: Annotated[str, Help("How weights are stored in memory.", "Model")] = "auto"
     device: Annotated[str, Help("cpu, cuda or cuda:N; auto takes a GPU if there is one.", "Model")] = "auto"
     isa: Annotated[str, Help("Instruction set of the CPU kernels; auto takes the fastest.", "Model")] = "auto"
+    attention: Annotated[
+        str,
+        Help(
+            "On a GPU, whose attention: exact is our own; flash that of another package, for prompts and chains; auto "
+            "takes flash where it can.",
+            "Model",
+        ),
+    ] = "exact"
+    bit_identity: Annotated[
+        bool, Help("Refuse kernels with which a text may depend on drafts and on what else is in a batch.", "Model")
+    ] = True
     threads: Annotated[
         int | None, Help("CPU threads of the kernels in each process [default: the cores it may use].", "Model")
     ] = None
@@ -144,24 +161,17 @@ class EngineConfig:
                 f"--lora pins {num_pinned} adapters, and max_loras is {self.max_loras}: one slot must be left for "
                 "others. Pin fewer, or raise --max-loras."
             )
-        named = {"dtype": DTYPES, "quantization": QUANTIZATIONS, "isa": ISAS, "verification": VERIFICATIONS}
+        named = {"dtype": DTYPES, "quantization": QUANTIZATIONS, "isa": ISAS, "attention": ATTENTIONS}
+        named["verification"] = VERIFICATIONS
         for name, allowed in named.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"--{name}: " + unknown("value", str(getattr(self, name)), allowed))
-        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
-        for name in sizes:
-            _at_least(name, getattr(self, name), 1)
-            if getattr(self, name) > MOST_RANKS:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at most {MOST_RANKS}.")
-        if (product := self.tensor_parallel_size * self.pipeline_parallel_size) > MOST_RANKS:
-            raise ConfigError(f"{' times '.join(sizes)} is {product}; it must be at most {MOST_RANKS}.")
-        if self.ranks_listen is not None and (self.tensor_parallel_size == 1 or self.pipeline_parallel_size > 1):
+        if self.attention == "auto" and self.bit_identity:
             raise ConfigError(
-                "ranks_listen is for processes of one model that add up what they compute: it needs "
-                "tensor_parallel_size of at least 2, and pipeline_parallel_size 1."
+                "--attention auto may take flash attention, with which a row's bits depend on the batch. Give "
+                "--no-bit-identity with it, or leave it out."
             )
-        if (self.ranks_listen is None) != (self.ranks_secret_file is None):
-            raise ConfigError("ranks_listen and ranks_secret_file belong together. Give both or none of them.")
+        self._check_processes()
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         _at_least("max_number_digits", self.max_number_digits, DEFAULT_MAX_NUMBER_DIGITS)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
@@ -182,6 +192,22 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens} and max_num_seqs is {self.max_num_seqs}: "
                 "every running sequence needs at least one token a step. Raise the first or lower the second."
             )
+
+    def _check_processes(self) -> None:
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+        for name in sizes:
+            _at_least(name, getattr(self, name), 1)
+            if getattr(self, name) > MOST_RANKS:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at most {MOST_RANKS}.")
+        if (product := self.tensor_parallel_size * self.pipeline_parallel_size) > MOST_RANKS:
+            raise ConfigError(f"{' times '.join(sizes)} is {product}; it must be at most {MOST_RANKS}.")
+        if self.ranks_listen is not None and (self.tensor_parallel_size == 1 or self.pipeline_parallel_size > 1):
+            raise ConfigError(
+                "ranks_listen is for processes of one model that add up what they compute: it needs "
+                "tensor_parallel_size of at least 2, and pipeline_parallel_size 1."
+            )
+        if (self.ranks_listen is None) != (self.ranks_secret_file is None):
+            raise ConfigError("ranks_listen and ranks_secret_file belong together. Give both or none of them.")
 
 
 def _at_least(name: str, value: Any, low: int) -> None:

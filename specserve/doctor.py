@@ -30,7 +30,9 @@ from specserve.machine.cores import THREADS, default_threads, processor, usable_
 from specserve.models.lora import read_adapter
 from specserve.models.rounding import as_stored, how_kept
 from specserve.ops import Ops, choice
+from specserve.ops.device import choose_device, why_no_gpu
 from specserve.ops.isa import VARIABLE
+from specserve.ops.selftest import self_test
 from specserve.registry import DRAFTERS, GRAMMARS, KERNELS
 from specserve.terminal import console
 from specserve.text.tokenizer import Tokenizer
@@ -50,7 +52,7 @@ INSTRUCTION_SETS = (
 )
 ARM_INSTRUCTION_SETS = ("asimd", "asimddp", "i8mm", "bf16", "sve")
 CPU_BUILD = (
-    "without a GPU its CPU build is enough and gigabytes smaller; pytorch.org/get-started shows how to install it "
+    "Without a GPU its CPU build is enough and gigabytes smaller; pytorch.org/get-started shows how to install it "
     "(Compute Platform: CPU)"
 )
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy")
@@ -65,11 +67,13 @@ class Section:
     fault: SpecserveError | None = None
 
 
-def examine(model: str, isa: str = "auto", root: Path = Path("/"), layout: Layout | None = None) -> list[Section]:
-    """All findings, for the model (or LoRA adapter) whose folder is to be looked up and an engine with this `isa`, or
-    engines in this layout. `root` is the root of the file system. Raises ConfigError for an instruction set that the
-    kernels do not have."""
-    device = choice.choose_device("auto")
+def examine(
+    model: str, isa: str = "auto", root: Path = Path("/"), layout: Layout | None = None, device_name: str = "auto"
+) -> list[Section]:
+    """All findings, for the model (or LoRA adapter) whose folder is to be looked up and an engine with this `isa` on
+    this device, or engines in this layout. `root` is the root of the file system. Raises ConfigError for a device that
+    is not there and for an instruction set that the kernels do not have."""
+    device = choose_device(device_name, root)
     return [
         Section("Versions", _versions()),
         Section("Device", [*_cpu(root), *_gpus()]),
@@ -78,7 +82,7 @@ def examine(model: str, isa: str = "auto", root: Path = Path("/"), layout: Layou
         Section("Drafters", [("found", ", ".join(DRAFTERS.names()) or "none")]),
         Section("Structured output", _grammars()),
         _catalog(device, isa),
-        _adapter(folder) if is_adapter(folder := Path(model).expanduser()) else _models(model, isa),
+        _adapter(folder) if is_adapter(folder := Path(model).expanduser()) else _models(model, isa, device),
         *([] if layout is None else [_layout(layout, model, isa)]),
     ]
 
@@ -122,7 +126,7 @@ def _gpus() -> list[tuple[str, str]]:
         if torch.version.cuda is None:
             return [("gpu", "none usable (torch is a CPU build)")]
         built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
-        return [("gpu", f"none usable ({built}); {CPU_BUILD}")]
+        return [("gpu", f"none usable ({built}): {why_no_gpu()} {CPU_BUILD}")]
     cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [
         (
@@ -146,7 +150,8 @@ def _kernels(device: torch.device, isa: str) -> list[tuple[str, str]]:
         ("instruction set", f"{ops.instruction_set or 'no choice'} (--isa or {VARIABLE} changes it)"),
         ("dtype", f"{dtype}: {device} {native}"),
         ("KV cache", f"{str(ops.kv_dtype).removeprefix('torch.')} (--dtype changes it)"),
-        *([("not built", lacking)] if (lacking := choice.unbuilt(ops)) else []),
+        *([("not built", lacking)] if (lacking := choice.lacking(ops)) else []),
+        *([] if device.type == "cpu" else [("self-test", str(self_test(ops, choice.reference_for(ops))))]),
     ]
 
 
@@ -159,11 +164,11 @@ def _grammars() -> list[tuple[str, str]]:
     ]
 
 
-def _weights(folder: Path, isa: str) -> str:
+def _weights(folder: Path, isa: str, device: torch.device) -> str:
     """How they are quantised, and how exactly an engine would keep one matrix of each kind. Raises ModelError for what
     it could not read."""
     with reading(folder):
-        quantized, device = QuantizedWeights(folder, read_config(folder)), choice.choose_device("auto")
+        quantized = QuantizedWeights(folder, read_config(folder))
         automatic = choice.choose_ops(device, "auto", "auto", 1, isa)
         ops = as_stored(folder, automatic, lambda asked: choice.choose_ops(device, "auto", asked, 1, isa))
         return how_kept(quantized, ops) or quantized.describe()
@@ -192,7 +197,7 @@ def fits_here(names: Iterable[str], device: torch.device, isa: str = "auto") -> 
     return {name: fit(MODELS[name], free, kinds, dtype, kv_dtype) for name in names}
 
 
-def _models(model: str, isa: str) -> Section:
+def _models(model: str, isa: str, device: torch.device) -> Section:
     fault, weights, tokenizer = None, "not looked at", "not looked at"
     try:
         folder = str(catalog.resolve(model, offline=True, progress=False, convert=False))
@@ -200,7 +205,7 @@ def _models(model: str, isa: str) -> Section:
         folder, fault = str(error), None if isinstance(error, NotFetchedError) else error
     else:
         try:
-            weights = _weights(Path(folder), isa)
+            weights = _weights(Path(folder), isa, device)
         except SpecserveError as error:
             weights, fault = str(error), error
         try:
@@ -222,7 +227,7 @@ def _models(model: str, isa: str) -> Section:
 
 def _layout(layout: Layout, model: str, isa: str) -> Section:
     config = layout.config
-    device = choice.choose_device("cpu" if layout.num_elsewhere else config.device)
+    device = choose_device("cpu" if layout.num_elsewhere else config.device)
 
     def choose(quantization: str) -> Ops:
         return choice.choose_ops(device, config.dtype, quantization, 1, isa)

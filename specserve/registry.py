@@ -6,9 +6,10 @@ point that another package declares in the group named like the folder: `specser
 change of any other file.
 
 What must be known before an entry is imported stands as a literal at the top level of its module: `PRIORITY = 10` where
-one of several is chosen (the highest comes first; an entry without one is used by name only), `RUNS_MODEL = True` in a
-drafter that loads a model of its own (or "no KV", if that keeps none), `ARCHITECTURES` and `MODEL_TYPES` in a model
-family. An entry imports what it needs when it is imported itself, so that what is missing is known before it runs.
+one of several is chosen (the highest comes first; an entry without one is used by name only), `DEVICES = ("cuda",)` in
+a kernel backend that serves no others, `RUNS_MODEL = True` in a drafter that loads a model of its own (or "no KV", if
+that keeps none), `ARCHITECTURES` and `MODEL_TYPES` in a model family. An entry imports what it needs when it is
+imported itself, so that what is missing is known before it runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import itertools
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
@@ -124,19 +125,30 @@ class Registry:
             return error.name
         return None
 
-    def choose(self, asked: object) -> Any:
-        """The first of the ranked entries whose `supports(asked)` is None and not a reason against it; those after it
-        are not imported. Raises ConfigError with the reason of each."""
+    def choose(self, asked: object, without: Collection[str] = ()) -> Any:
+        """The first of the ranked entries, but for those named `without`, whose `supports(asked)` is None and not a
+        reason against it; those after it are not imported. Raises ConfigError with the reason of each."""
         reasons = []
         for name in self.ranked():
-            if (missing := self.missing(name)) is not None:
-                reasons.append(f"{name} needs {_told(missing)}")
-                continue
-            found = self.find(name)
-            if (reason := found.supports(asked)) is None:
-                return found
+            reason = "is not to be used." if name in without else self._why_not(name, asked)
+            if reason is None:
+                return self.find(name)
             reasons.append(f"{name} {reason}")
         raise ConfigError(f"No {self.noun} here supports {asked}. " + " ".join(reasons))
+
+    def reasons_before(self, chosen: str, asked: object, device: str) -> dict[str, str]:
+        """Of the entries ranked before `chosen` that are made for that kind of device, and do not support what is
+        asked, why not."""
+        made_for = {name for name, kinds in self.stating("DEVICES").items() if device in kinds}
+        before = itertools.takewhile(lambda name: name != chosen, self.ranked())
+        reasons = {name: self._why_not(name, asked) for name in before if name in made_for}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
+    def _why_not(self, name: str, asked: object) -> str | None:
+        if (missing := self.missing(name)) is not None:
+            return f"needs {_told(missing)}"
+        reason: str | None = self.find(name).supports(asked)
+        return reason
 
     def unbuilt_before(self, chosen: str) -> list[str]:
         """Entries ranked before `chosen` that need a compiled module of ours which is not there."""

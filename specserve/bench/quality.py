@@ -14,7 +14,8 @@ from specserve.bench.report import table_of
 from specserve.config import EngineConfig
 from specserve.errors import ConfigError, EngineError
 from specserve.llm import LLM
-from specserve.ops.choice import choose_device, choose_ops
+from specserve.ops.choice import choose_ops
+from specserve.ops.device import choose_device
 from specserve.runtime.executor import local
 from specserve.types import SamplingParams
 

@@ -92,7 +92,7 @@ def doctor(
     check_shared(config, size)
     others = servers.prefill_replicas, servers.api_processes, len(servers.engine), servers.enable_expert_parallel
     layout = Layout(config, size, *others)
-    sections = examine(model, isa, layout=layout if layout.is_divided else None)
+    sections = examine(model, isa, layout=layout if layout.is_divided else None, device_name=config.device)
     if config.ranks_listen is not None:
         read_secret(Path(config.ranks_secret_file or ""), "--ranks-secret-file")
         said, fault = _joining(Address.parse(config.ranks_listen, "--ranks-listen"), model)

@@ -133,7 +133,8 @@ def _quantized(weights: QuantizedWeights) -> Rows:
     from specserve.config import QUANTIZATIONS
     from specserve.machine.cores import default_threads
     from specserve.models.rounding import how_kept
-    from specserve.ops.choice import choose_device, choose_ops
+    from specserve.ops.choice import choose_ops
+    from specserve.ops.device import choose_device
 
     rows, device, threads = [("weights", weights.describe())], choose_device("auto"), default_threads()
     for quantization in QUANTIZATIONS:

@@ -11,7 +11,7 @@ from cyclopts import Group, Parameter, Token
 
 from specserve.adapters import AdapterSource
 from specserve.checkpoint.generation_config import AUTO, MAX_TOKENS, STATED, check_named
-from specserve.config import DTYPES, ISAS, QUANTIZATIONS, VERIFICATIONS, EngineConfig
+from specserve.config import ATTENTIONS, DTYPES, ISAS, QUANTIZATIONS, VERIFICATIONS, EngineConfig
 from specserve.errors import ConfigError, InputError, unknown
 from specserve.files import read_text
 from specserve.help import Help
@@ -65,6 +65,7 @@ _TYPES: dict[str, Any] = {
     "dtype": Literal[DTYPES],
     "quantization": Literal[QUANTIZATIONS],
     "isa": Literal[ISAS],
+    "attention": Literal[ATTENTIONS],
     "verification": Literal[VERIFICATIONS],
     "drafter_options": dict[str, str],
     "stop": tuple[str, ...],

@@ -69,7 +69,7 @@ def _fitting(model: str, engine: EngineConfig) -> dict[str, Any]:
     if name not in MODELS or not is_open:
         return {}
     from specserve.doctor import fits_here
-    from specserve.ops.choice import choose_device
+    from specserve.ops.device import choose_device
 
     fit = fits_here([name], choose_device(engine.device), engine.isa)[name]
     changed: dict[str, Any] = {} if fit.is_default else {"quantization": fit.kind}

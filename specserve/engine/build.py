@@ -3,7 +3,7 @@ The only function that sees all the parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,10 @@ from specserve.models.heads.loading import HeadLoader
 from specserve.models.loader import AnyModel, load_model
 from specserve.models.rounding import as_stored
 from specserve.models.spec import ModelSpec
+from specserve.models.uses import tested
 from specserve.ops import MOST_TOP_K, Ops
-from specserve.ops.choice import choose_device, choose_ops, warn_of_unbuilt
+from specserve.ops.choice import choose_ops, describe, warn_of_lacking
+from specserve.ops.device import check_attention, choose_device, within_memory
 from specserve.parallel.kv_transfer import KVFormat, PrefixTransfer
 from specserve.parallel.lockstep import Lockstep
 from specserve.parallel.ranks import Ranks
@@ -95,6 +97,7 @@ class Built:
         return PrefixTransfer(engine.cache, engine.executor, engine.adapters, format, lambda: engine.policy.own is own)
 
 
+@within_memory()
 def build(
     config: EngineConfig,
     *,
@@ -150,23 +153,25 @@ def build(
         lambda: vocabulary(tokenizer, spec.vocab_size), config.grammar_backend, max_digits=config.max_number_digits
     )
     engine = Engine(executor, cache, scheduler, drafting, limits, counters, partial(ForkedText.begin, tokenizer))
-    loader = _load_adapters(engine, heads, config, folder)
+    size, loader = ranks.layout.size if ranks else 1, _load_adapters(engine, heads, config, folder)
     built = Built(engine, folder, ops, tokenizer, compiler, threads, loader, spec.runs, num_kv_bytes, ranks)
-    built.summary = f"{config.model} {_described(built, model, ranks)}; {sizing}{spec.note}"
+    built.summary = f"{config.model} {describe(ops, model.origin, size)}; {sizing}{spec.note}"
     return built
 
 
 def _find(config: EngineConfig, threads: int, progress: bool) -> tuple[Path, Ops]:
     """The model's folder, and the kernels that serve it."""
-    device = choose_device(config.device)
+    check_attention(device := choose_device(config.device), config.attention)
 
-    def choose(quantization: str) -> Ops:
-        return choose_ops(device, config.dtype, quantization, threads, config.isa)
+    def choose(quantization: str, without: Collection[str] = ()) -> Ops:
+        return choose_ops(device, config.dtype, quantization, threads, config.isa, without)
 
     ops = choose(config.quantization)  # what is refused must not cost a download
     folder = catalog.resolve(config.model, progress=progress)
     ops = as_stored(folder, ops, choose) if config.quantization == "auto" else ops
-    warn_of_unbuilt(ops)
+    warn_of_lacking(ops)
+    bits, size, has_adapters = config.bit_identity, config.block_size, bool(config.max_loras)
+    ops = tested(ops, folder, partial(choose, config.quantization), config.attention, bits, size, has_adapters)
     torch.set_num_threads(1 if ops.has_own_threads else threads)
     return folder, ops
 
@@ -191,16 +196,6 @@ def _load(
         return model, range(model.spec.num_layers), None
     layers = ranks.layout.layers(0)
     return load_model(folder, ops, max_len, progress=progress, peers=ranks.peers, layers=layers), layers, ranks
-
-
-def _described(built: Built, model: AnyModel, ranks: Ranks | None) -> str:
-    """What computes the model, for people."""
-    ops = built.ops
-    weights = built.dtype if ops.quantization == "none" else ops.quantization
-    weights += f" (checkpoint: {model.origin})" if model.origin else ""
-    kernels = ", ".join([f"{ops.name} kernels", *filter(None, [ops.instruction_set])])
-    processes = "" if ranks is None else f", {ranks.layout.size} processes"
-    return f"in {weights} on {ops.device} ({kernels}{processes})"
 
 
 def _hold_adapters(model: AnyModel, config: EngineConfig) -> int:

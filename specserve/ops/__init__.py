@@ -22,6 +22,7 @@ from torch import Tensor
 
 from specserve.machine.pulse import Pulse
 from specserve.ops.adapters import AdapterOps, RowAdapters as RowAdapters
+from specserve.ops.flash import FlashOps
 from specserve.ops.packing import PackedCache, Source, uncached
 from specserve.ops.peers import PeerOps, Peers as Peers
 from specserve.ops.pieces import Memory, Pieces
@@ -162,7 +163,7 @@ class Placed(NamedTuple):
     table: Tensor  # [positions, hidden], as pack_table returned it
 
 
-class Ops(AdapterOps, PeerOps, Protocol):
+class Ops(AdapterOps, FlashOps, PeerOps, Protocol):
     """One device's kernels. `dtype` is that of what is not quantised (float32 or bfloat16); the residual stream, norms
     and rotary embedding are float32, and so are the sums inside products and attention. `kv_dtype` is that of the KV
     cache; what is larger than the largest number of float16 is stored as that."""

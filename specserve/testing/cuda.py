@@ -6,7 +6,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,6 @@ from specserve.testing import triton
 from specserve.testing.cuda_graph import CaptureError, Graph, mapped, tensors_in, weak_ref
 from specserve.testing.interpreted import mend_interpreter
 
-_DEVICE = torch.device("cuda:0")
 _aten = torch.ops.aten
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 # Places in the arguments of what must lie on one device; indices may be on the CPU.
@@ -34,9 +34,10 @@ _ALIKE = {
 
 
 @contextmanager
-def fake_cuda(free_bytes: int = 2**31, *, interprets: bool = False) -> Iterator[torch.device]:
-    """While this is open, in this thread and those that it starts, there is the device "cuda:0", whose memory has
-    `free_bytes` left.
+def fake_cuda(free_bytes: int = 2**31, *, interprets: bool = False, index: int = 0) -> Iterator[torch.device]:
+    """While this is open, in this thread and those that it starts, there is the device "cuda:INDEX", whose memory has
+    `free_bytes` left. Those before it exist, too, but nothing may be made or launched there: each thread begins with
+    the first as its current device.
 
     Its tensors say that they are there, are computed on the CPU and refuse to meet tensors of the CPU, as those of a
     real device do. So it shows whether a program puts everything where it belongs. What is captured as a graph
@@ -46,21 +47,24 @@ def fake_cuda(free_bytes: int = 2**31, *, interprets: bool = False) -> Iterator[
     `interprets`, for which Triton must be imported with TRITON_INTERPRET=1, they themselves: a hundred times slower. It
     shows nothing of a GPU's own rounding, streams or speed.
     """
-    captures = _Captures()
+    captures, current = _Captures(), _Current()
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(_CudaTensor, "at", torch.device("cuda", index)))
 
         def replace(owner: Any, name: str, value: Callable[..., Any]) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
 
         replace(torch.cuda, "_lazy_init", lambda: None)
         replace(torch.cuda, "is_available", lambda: True)
-        replace(torch.cuda, "device_count", lambda: 1)
-        replace(torch.cuda, "current_device", lambda: 0)
+        replace(torch.cuda, "device_count", lambda: index + 1)
+        replace(torch.cuda, "current_device", lambda: current.index)
+        replace(torch.cuda, "set_device", current.set)
         replace(torch.cuda, "synchronize", lambda device=None: None)
         replace(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
         replace(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         replace(torch.cuda, "mem_get_info", lambda device=None: (free_bytes, 2 * free_bytes))
-        replace(torch.cuda, "get_device_name", lambda device=None: "a GPU that is not there")
+        replace(torch.cuda, "get_device_name", lambda device=None: _Properties.name)
+        replace(torch.cuda, "get_device_properties", lambda device=None: _Properties)
         plain = threading.Thread.run
 
         def run(thread: threading.Thread) -> None:  # torch keeps modes by thread
@@ -72,12 +76,43 @@ def fake_cuda(free_bytes: int = 2**31, *, interprets: bool = False) -> Iterator[
         replace(torch.cuda, "graph", captures.capture)
         replace(torch.cuda, "graph_pool_handle", lambda: (0, 0))
         replace(torch.cuda, "Event", _Event)
+        replace(torch.cuda, "Stream", lambda device=None: current.check())
         replace(torch.cuda, "current_stream", lambda device=None: None)
         replace(torch.cuda, "set_stream", lambda stream: None)
-        stack.enter_context(_interpreted(captures) if interprets else _stand_ins())
+        stack.enter_context(_interpreted(captures) if interprets else _stand_ins(current))
         stack.enter_context(_Dispatch(captures))
         stack.enter_context(_Calls(captures))
-        yield _DEVICE
+        yield _CudaTensor.at
+
+
+class _Current(threading.local):
+    """The current device of each thread."""
+
+    index = 0
+
+    def set(self, device: Any) -> None:
+        self.index = device if isinstance(device, int) else _index_of(device) or 0
+
+    def check(self) -> None:
+        """Raises RuntimeError where that is another than the one that has memory."""
+        if self.index != _CudaTensor.at.index:
+            raise RuntimeError(f"The current device is cuda:{self.index}, and {_CudaTensor.at} is to compute.")
+
+    def launching(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Triton launches on the current device, whatever memory it is given."""
+
+        @wraps(function)
+        def launched(*args: Any, **named: Any) -> Any:
+            self.check()
+            return function(*args, **named)
+
+        return launched
+
+
+class _Properties:
+    """Of a device that is faked."""
+
+    name, total_memory, major, minor = "a GPU that is not there", 2**32, 9, 0
 
 
 class _Captures:
@@ -144,16 +179,22 @@ def _interpreted(captures: _Captures) -> Iterator[None]:
 
 
 @contextmanager
-def _stand_ins() -> Iterator[None]:
+def _stand_ins(current: _Current) -> Iterator[None]:
     """In place of the Triton kernels those of testing.triton."""
-    package = specserve.kernels.__name__
-    names = {f"{package}.{name}": module for name, module in triton.MODULES.items()}
+    package, stand_ins = specserve.kernels.__name__, dict[str, Any](triton.MODULES)
+    for name, module in triton.MODULES.items():
+        if isinstance(module, SimpleNamespace):
+            parts = vars(module).items()
+            stand_ins[name] = SimpleNamespace(
+                **{key: part if isinstance(part, type) else current.launching(part) for key, part in parts}
+            )
+    names = {f"{package}.{name}": module for name, module in stand_ins.items()}
     bound = f"{package}.triton"  # which binds these when it is imported
     before = {name: sys.modules.pop(name) for name in (*names, bound) if name in sys.modules}
     modules: dict[str, Any] = sys.modules  # anything that has the names will do
     modules.update(names)
     with ExitStack() as stack:
-        for name, module in triton.MODULES.items():
+        for name, module in stand_ins.items():
             stack.enter_context(mock.patch.object(specserve.kernels, name, module, create=True))
         try:
             yield
@@ -166,8 +207,9 @@ def _stand_ins() -> Iterator[None]:
 class _CudaTensor(Tensor):
     """What is computed with is `_numbers`, on the CPU."""
 
+    at = torch.device("cuda:0")  # where all of them are
     _numbers: Tensor
-    device = property(lambda self: _DEVICE)
+    device = property(lambda self: _CudaTensor.at)
     is_cuda = property(lambda self: True)
     is_cpu = is_meta = property(lambda self: False)
 
@@ -193,7 +235,7 @@ class _CudaTensor(Tensor):
         return self._numbers.data_ptr()
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"{self._numbers!r} on {_DEVICE}"
+        return f"{self._numbers!r} on {_CudaTensor.at}"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # it is called so
@@ -221,12 +263,14 @@ class _Calls(TorchFunctionMode):
         self._captures = captures
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.device:  # a name, where nothing is made yet
+            return func(*args, **(kwargs or {}))
         args = tuple(map(_with_index, args))
         kwargs = {name: _with_index(value) for name, value in (kwargs or {}).items()}
         is_captured = self._captures.graph is not None
         if kwargs.pop("pin_memory", False):
             return self._captures.lock(func(*args, **kwargs))
-        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == _DEVICE:
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == _CudaTensor.at:
             if is_captured:
                 raise CaptureError("A tensor of numbers from the host is made on the device, which a graph cannot.")
             return _CudaTensor(func(*args, **{**kwargs, "device": None}))
@@ -234,7 +278,7 @@ class _Calls(TorchFunctionMode):
             args = args[0], _indices(args[1]), *args[2:]
         if func in (Tensor.numpy, Tensor.tolist) and isinstance(args[0], _CudaTensor):
             if func is Tensor.numpy:
-                raise TypeError(f"can't convert {_DEVICE} device type tensor to numpy")
+                raise TypeError(f"can't convert {_CudaTensor.at} device type tensor to numpy")
             if is_captured:
                 raise CaptureError("tolist() has the host wait for numbers of the device, which a graph cannot.")
             return args[0]._numbers.tolist()
@@ -249,8 +293,8 @@ def _computed(func: Any, args: Any, kwargs: Any, captures: _Captures | None = No
         alike = tensors if func not in _ALIKE else [args[place] for place in _ALIKE[func]]
         if strangers := [each for each in alike if not isinstance(each, _CudaTensor) and each.dim()]:
             raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, {_DEVICE} and cpu: "
-                f"{func} of {[list(each.shape) for each in strangers]}"
+                f"Expected all tensors to be on the same device, but found at least two devices, {_CudaTensor.at} and "
+                f"cpu: {func} of {[list(each.shape) for each in strangers]}"
             )
     is_ours = bool(ours)
     if func is _aten.copy_.default:
@@ -284,8 +328,18 @@ def _numbers_of(value: Any) -> Any:
 
 
 def _with_index(value: Any) -> Any:
-    is_ours = value == "cuda" if isinstance(value, str) else isinstance(value, torch.device) and value.type == "cuda"
-    return _DEVICE if is_ours else value
+    is_named = isinstance(value, str) and value.partition(":")[0] == "cuda"
+    if not is_named and not (isinstance(value, torch.device) and value.type == "cuda"):
+        return value
+    index = _index_of(value)
+    index = torch.cuda.current_device() if index is None else index
+    if index != _CudaTensor.at.index:
+        raise RuntimeError(f"Something is made on cuda:{index}, and {_CudaTensor.at} is to compute.")
+    return _CudaTensor.at
+
+
+def _index_of(device: Any) -> int | None:
+    return (torch.device(device) if isinstance(device, str) else device).index
 
 
 def _indices(value: Any) -> Any:

@@ -20,7 +20,8 @@ from specserve.models.loader import load_model, native_spec
 from specserve.models.lora import Adapter
 from specserve.models.rounding import as_stored
 from specserve.ops import Ops
-from specserve.ops.choice import choose_device, choose_ops
+from specserve.ops.choice import choose_ops
+from specserve.ops.device import choose_device
 from specserve.runtime.pack import SequenceRows, pack
 from specserve.runtime.runner import Runner
 

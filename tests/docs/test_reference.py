@@ -110,7 +110,8 @@ def documented_options() -> dict[str, set[str]]:
     """By command, those of its own table and those of the shared groups that it links to."""
     page = sections(read("docs/cli.md"), 3)
     options = {
-        name: set(re.findall(r"--[\w-]+", " ".join(rows(text)))) - {"--no-prefix-caching", "--no-adaptive"}
+        name: set(re.findall(r"--[\w-]+", " ".join(rows(text))))
+        - {"--no-prefix-caching", "--no-adaptive", "--no-bit-identity"}
         for name, text in page.items()
     }
     shared = {name: options.pop(name) for name in list(options) if name.endswith(" options")}

@@ -32,7 +32,7 @@ from specserve.engine.request import Request
 from specserve.errors import ConfigError, InputError, ModelError, SpecserveError
 from specserve.machine.lifeline import end_with
 from specserve.machine.pulse import Pulse
-from specserve.ops.choice import choose_device
+from specserve.ops.device import choose_device
 from specserve.parallel.exchange import KVExchange
 from specserve.parallel.lockstep import Lockstep
 from specserve.server.engine.messages import (

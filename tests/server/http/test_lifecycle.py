@@ -186,7 +186,8 @@ def test_more_than_ever_fits_at_once(strict: Any) -> None:
 @pytest.fixture(scope="module")
 def one_context_gib() -> float:
     """GiB of KV of one context and a little more, in the dtype that an engine chooses here."""
-    from specserve.ops.choice import choose_device, choose_ops
+    from specserve.ops.choice import choose_ops
+    from specserve.ops.device import choose_device
 
     return 0.00015 * choose_ops(choose_device("auto"), "auto", "auto", 1).kv_dtype.itemsize
 
