@@ -24,6 +24,8 @@ PYTHONS ?= $(PYTHON)
 TORCH ?=
 RELEASES ?= bookworm trixie
 TRY_FLAGS ?=
+GPU_DEVICE ?= cuda
+GPU_RESULTS ?= benchmarks/results/gpu
 SERVE_FLAGS ?=
 
 # Modules are compiled once, not by every process that the tests start.
@@ -71,7 +73,7 @@ OF_THE_CPU := --ignore=tests/kernels/test_cpu.py tests/kernels tests/models/test
 QUICK := tests/cache tests/drafters tests/speculation tests/engine/test_engine.py tests/sampling/test_noise.py \
   tests/sampling/test_edits.py tests/server/wire tests/test_structure.py tests/docs/test_reference.py tests/test_registry.py
 
-.PHONY: help env demo serve test builds quick check lint types format pytest pytest-avx2 sanitize browser ray ray-llm dynamo contract recipes wheel sdist bare try-wheel pythons clean
+.PHONY: help env gpu demo serve test builds quick check lint types format pytest pytest-avx2 sanitize browser ray ray-llm dynamo contract recipes wheel sdist bare try-wheel pythons clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -144,6 +146,14 @@ endif
 format: $(STAMP) ## Format the code and fix what ruff can fix.
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
+
+# Not part of `test`, which takes a device that is faked. What fails does not keep the measurements from being written.
+gpu: $(STAMP) ## Test the CUDA path on this machine's GPU and measure it: JSON in GPU_RESULTS=benchmarks/results/gpu.
+	@mkdir -p $(GPU_RESULTS)
+	@$(BIN)/specserve doctor --device $(GPU_DEVICE) --json $(GPU_RESULTS)/doctor.json
+	@$(PYTEST) --durations=10 --junit-xml=$(GPU_RESULTS)/tests.xml tests/cuda tests/kernels/test_triton.py $(PYTEST_FLAGS) || first=$$?; \
+	  PYTHONPATH=. $(BIN)/python benchmarks/gpu.py --out $(GPU_RESULTS) || first=$$?; \
+	  exit $${first:-0}
 
 # In an environment of its own, as in ours the editable installation finds its own native module before any other.
 $(SANITIZE)/.made: $(STAMP) $(SOURCES)

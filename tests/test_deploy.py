@@ -166,10 +166,27 @@ def dockerfile_faults(text: str, root: Path, commands: set[str]) -> list[str]:
 
 
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text("utf-8")
+IMAGES = {name: (DEPLOY / name).read_text("utf-8") for name in ("Dockerfile", "Dockerfile.cuda")}
+each_image = pytest.mark.parametrize("image", IMAGES)
 
 
-def test_the_image_is_sound() -> None:
-    assert dockerfile_faults(DOCKERFILE, ROOT, set(COMMANDS)) == []
+@each_image
+def test_the_image_is_sound(image: str) -> None:
+    assert dockerfile_faults(IMAGES[image], ROOT, set(COMMANDS)) == []
+
+
+def test_the_image_for_gpus_is_that_for_cpus_with_what_triton_needs() -> None:
+    plain, cuda = (instructions(text) for text in IMAGES.values())
+    assert [each for each in plain if each not in cuda] == [each for each in plain if each[0] in ("ENV", "CMD")]
+    (compiler,) = (argument for name, argument in cuda if (name, argument) not in plain and name == "RUN")
+    assert "gcc" in compiler
+    (environment,) = (argument for name, argument in cuda if name == "ENV")
+    words = dict(word.split("=", 1) for word in shlex.split(environment))
+    assert words["TRITON_CACHE_DIR"].startswith("/models/")
+    assert words["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
+    (command,) = (json.loads(argument) for name, argument in cuda if name == "CMD")
+    _, bound, _ = build_app().parse_args(command, print_error=False, exit_on_error=False)
+    assert bound.arguments["engine"].device == "cuda"
 
 
 @pytest.mark.parametrize(
@@ -191,8 +208,9 @@ def test_faults_of_an_image_are_noticed(old: str, new: str, fault: str) -> None:
     assert any(fault in each for each in dockerfile_faults(text, ROOT, set(COMMANDS)))
 
 
-def test_the_image_has_stages_and_keeps_models() -> None:
-    found = instructions(DOCKERFILE)
+@each_image
+def test_the_image_has_stages_and_keeps_models(image: str) -> None:
+    found = instructions(IMAGES[image])
     assert [name for name, _ in found].count("FROM") == 2
     volume = next(argument for name, argument in found if name == "VOLUME")
     environment = next(argument for name, argument in found if name == "ENV")
@@ -208,18 +226,19 @@ def test_the_health_check_is_python() -> None:
     compile(command[2], "HEALTHCHECK", "exec")
 
 
-def test_the_image_holds_all_that_is_packaged() -> None:
+@each_image
+def test_the_image_holds_all_that_is_packaged(image: str) -> None:
     """Folders that the wheel is made of, the same torch, and nothing that the build context leaves out."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     folders = project["tool"]["scikit-build"]["wheel"]["packages"].values()
-    copies = [argument.split() for name, argument in instructions(DOCKERFILE) if name == "COPY"]
+    copies = [argument.split() for name, argument in instructions(IMAGES[image]) if name == "COPY"]
     copied = {source for words in copies if "--from=build" not in words for source in words[:-1]}
     assert {folder for folder in folders if any((ROOT / folder).glob("*.py"))} <= copied
     licences = {name for name in project["project"]["license-files"] if name.partition("/")[0] not in copied}
     assert {project["project"]["readme"], *licences, "pyproject.toml"} <= copied
     (torch,) = (each for each in project["project"]["dependencies"] if each.startswith("torch>"))
-    assert f'"{torch}"' in DOCKERFILE
-    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text("utf-8").splitlines()
+    assert f'"{torch}"' in IMAGES[image]
+    ignored = (DEPLOY / f"{image}.dockerignore").read_text("utf-8").splitlines()
     assert ignored.index("*") < min(i for i, line in enumerate(ignored) if line.startswith("!"))
     assert {line[1:] for line in ignored if line.startswith("!")} == copied
 
