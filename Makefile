@@ -58,15 +58,14 @@ BARE := build/bare
 # What passes for a CPU without AVX-512: torch's own code, oneDNN and our kernels, which choose the dtype with it.
 HIDE_AVX512 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 SPECSERVE_ISA=avx2
 HAS_AVX512 := $(if $(SPECSERVE_ISA),,$(shell grep -o -m 1 avx512_bf16 /proc/cpuinfo 2>/dev/null))
-# Not test_cpu.py, which runs each instruction set by its name anyway, nor what is about the engine's own logic.
-OF_LOGIC := beams broken_kv compiling counters drafter_contract executor experts explained isolation model_drafters numbers_end \
-  port priority reasoning scheduler scored_prompts shared_drafts structured_bugs
+# Not test_cpu.py, which runs each instruction set by its name anyway; of the engine what takes all kernels, as most is about
+# its own logic.
 OF_THE_CPU := --ignore=tests/kernels/test_cpu.py tests/kernels tests/models/test_architectures.py tests/models/test_heads.py \
   tests/models/test_real_logits.py tests/parallel/test_sharding.py \
   tests/parallel/test_pipeline_parallel.py::test_stages_have_the_bits_of_one_process \
   tests/checkpoint/test_packed.py::test_a_second_start_reads_no_tensor_and_has_the_same_bits \
   tests/checkpoint/test_packed.py::test_kernels_that_pack_otherwise_have_another_layout \
-  tests/engine $(patsubst %,--ignore=tests/engine/test_%.py,$(OF_LOGIC)) \
+  tests/engine/test_adapters.py tests/engine/test_engine.py tests/engine/test_experts.py tests/engine/test_families.py \
   tests/sampling/test_invariance.py tests/sampling/test_native_sampling.py tests/sampling/test_logprobs.py \
   tests/test_llm.py tests/test_structured.py
 

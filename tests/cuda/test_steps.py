@@ -29,7 +29,9 @@ TREE = [-1, 0, 0, 1, 2, 1]
 
 FAMILIES = ("llama", "gemma3", "bloom", "gptj", "opt_350m")
 # What is about graphs rather than the ops in them: with and without rotary embeddings.
-of_graphs = pytest.mark.parametrize("folder", ["llama", "bloom"], indirect=True, scope="module")
+of_graphs = pytest.mark.parametrize(
+    "folder", ["llama", pytest.param("bloom", marks=pytest.mark.thorough)], indirect=True, scope="module"
+)
 
 
 @pytest.fixture(params=FAMILIES, scope="module")

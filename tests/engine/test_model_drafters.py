@@ -336,6 +336,7 @@ def test_requests_end_at_any_moment(tiny: Path, drafting: dict[str, Any], expect
         assert [key for key in outputs if key[0] != "r3"] == []
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 def test_a_grammar_holds(
     tiny: Path, drafting: dict[str, Any], verification: str, monkeypatch: pytest.MonkeyPatch

@@ -52,7 +52,9 @@ def test_scores_are_transformers_own_and_rows_keep_their_bits(kind: str, tmp_pat
     assert unequal_rows(load_model(folder, native(packed))) == []
 
 
-@pytest.mark.parametrize("kind", ["glm4_moe", "granitemoe", "hunyuan_v1_moe"])
+@pytest.mark.parametrize(
+    "kind", ["glm4_moe", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("granitemoe", "hunyuan_v1_moe"))]
+)
 def test_reference_kernels_serve_them_too(kind: str, tmp_path: Path) -> None:
     folder = write_tiny_causal_model(tmp_path, kind, seed=3)
     check_equal(load_model(folder, Kernels(CPU, torch.float32)), transformers_logits(folder, PROMPT))
