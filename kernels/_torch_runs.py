@@ -26,7 +26,7 @@ def runs(rows: AttentionRows, s: int, block_size: int) -> list[Run]:
     a chain: the same numbers in the same order, hence the same bits as that path alone."""
     start, stop = rows.query_starts[s : s + 2].tolist()
     cached, parents = int(rows.cached[s]), rows.parents[start:stop].tolist()
-    slots = _slots(rows.block_tables[s].tolist(), cached + stop - start, block_size)
+    slots = slots_of(rows.block_tables[s].tolist(), cached + stop - start, block_size)
     if rows.is_block(s):
         return [Run(start, slots, [len(slots) - 1] * (stop - start), range(cached, len(slots)))]
     if parents == list(range(-1, stop - start - 1)):
@@ -37,18 +37,18 @@ def runs(rows: AttentionRows, s: int, block_size: int) -> list[Run]:
         ]
     found = []
     for r in range(stop - start):
-        path = _ancestors(parents, r)
+        path = ancestors(parents, r)
         linear = slots[:cached] + [slots[cached + node] for node in path]
         found.append(Run(start + r, linear, [len(linear) - 1]))
     return found
 
 
-def _slots(blocks: list[int], num_tokens: int, block_size: int) -> list[int]:
+def slots_of(blocks: list[int], num_tokens: int, block_size: int) -> list[int]:
     slots = [block * block_size + offset for block in blocks for offset in range(block_size)]
     return slots[:num_tokens]
 
 
-def _ancestors(parents: list[int], node: int) -> list[int]:
+def ancestors(parents: list[int], node: int) -> list[int]:
     path: list[int] = []
     while node >= 0:
         path.append(node)

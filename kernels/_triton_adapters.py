@@ -14,26 +14,29 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve.kernels._triton_bank import RANKS, Bank, Shrunk
+from specserve.kernels._triton_groups import Rows
 from specserve.kernels._triton_linear import constants, options, tile_of_weight, tile_of_x, tiles_for
-from specserve.kernels._triton_numbers import add_product, follow, overlap, shared_memory_of
+from specserve.kernels._triton_numbers import add_product, follow, overlap, rounded, shared_memory_of
 
 _PART = 2048  # inputs that one program adds up: a long row of few ranks would keep one multiprocessor busy for long
 _EMBED_BLOCK = 128  # numbers of a row that one program changes
 
 
-def shrink(x: Tensor, bank: Bank, slots: Tensor) -> Shrunk:
-    """a x of x [rows, in], for rows whose slot, int64 [rows], holds an adapter. An x of float32 is rounded to the
-    bank's dtype first."""
-    (rows, k), max_rank, a = x.shape, bank.max_rank, bank.a
-    assert x.is_contiguous() and slots.is_contiguous() and a.shape[1] == max_rank * k, (x.shape, a.shape)
+def shrink(x: Tensor | Rows, bank: Bank, slots: Tensor) -> Shrunk:
+    """a x of x [rows, in], for rows whose slot, int64 [rows], holds an adapter. An x of float32, and what integers
+    stand for, is rounded to the bank's dtype first."""
+    numbers, scales = (x.ints, x.scales) if isinstance(x, Rows) else (x, None)
+    rows, k = len(x), x.width if isinstance(x, Rows) else x.shape[1]
+    max_rank, a = bank.max_rank, bank.a
+    assert numbers.is_contiguous() and slots.is_contiguous() and a.shape[1] == max_rank * k, (k, a.shape)
     num_parts = -(-k // _PART)
-    sums = torch.empty((num_parts, rows, max_rank), dtype=torch.float32, device=x.device)
+    sums = torch.empty((num_parts, rows, max_rank), dtype=torch.float32, device=a.device)
     if rows:
-        cut = tiles_for(rows, max_rank, k, a.element_size(), 1, shared_memory_of(x.device))
+        cut = tiles_for(rows, max_rank, k, a.element_size(), 1, shared_memory_of(a.device))
         num_tiles = -(-max_rank // cut.block_n)
         grid = -(-rows // cut.block_m), num_tiles * num_parts, len(bank.ranks)
-        sizes = rows, k, max_rank, num_tiles, *constants(cut, max_rank, k)
-        _shrink_kernel[grid](x, slots, bank.ranks, a, sums, *sizes, _PART, **options(cut, x))
+        sizes = rows, k, numbers.shape[1], max_rank, num_tiles, *constants(cut, max_rank, k)
+        _shrink_kernel[grid](numbers, scales, slots, bank.ranks, a, sums, *sizes, _PART, **options(cut, a))
     return Shrunk(bank, slots, sums)
 
 
@@ -48,15 +51,26 @@ def embed(residual: Tensor, token_ids: Tensor, bank: Bank, slots: Tensor, scale:
         _embed_kernel[grid](*tensors, *sizes, **overlap(residual.device))
 
 
+@triton.jit
+def _tile_of_integers(x, scales, at_m, at_k, rows, k, width, dtype: tl.constexpr):
+    """[BLOCK_M, BLOCK_K] of `dtype`: what integers stand for."""
+    mask = (at_m < rows)[:, None] & (at_k < k)[None, :]
+    ints = tl.load(x + at_m.to(tl.int64)[:, None] * width + at_k[None, :], mask=mask, other=0)
+    scale = tl.load(scales + (at_k // 32).to(tl.int64)[None, :] * rows + at_m[:, None], mask=mask, other=0.0)
+    return rounded(ints.to(tl.float32) * scale, dtype)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _shrink_kernel(
     x,
+    scales,
     slots,
     ranks,
     a,
     sums,
     rows,
     k,
+    width,
     max_rank,
     num_tiles,
     BLOCK_M: tl.constexpr,
@@ -81,7 +95,10 @@ def _shrink_kernel(
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(part * PART, tl.minimum(part * PART + PART, k), BLOCK_K):
             at_k = start + tl.arange(0, BLOCK_K)
-            left = tile_of_x(x, at_m, at_k, rows, k, EVEN_K, dtype)
+            if scales is None:
+                left = tile_of_x(x, at_m, at_k, rows, k, EVEN_K, dtype)
+            else:
+                left = _tile_of_integers(x, scales, at_m, at_k, rows, k, width, dtype)
             right = tile_of_weight(a + slot * max_rank * k, read, at_k, k, EVEN_K)
             total = add_product(left, right, total)
         at = (part.to(tl.int64) * rows + at_m)[:, None] * max_rank + at_r[None, :]

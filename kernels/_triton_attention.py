@@ -81,13 +81,20 @@ class Plan(Protocol):
 
 
 def attention(
-    q: Tensor, kv: Tensor, plan: Plan, scale: float, window: int | None, slopes: Tensor | None = None
+    q: Tensor,
+    kv: Tensor,
+    plan: Plan,
+    scale: float,
+    window: int | None,
+    slopes: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """q [rows, heads, d] over kv [2, slots, kv_heads, d] -> [rows, heads * d] of kv's dtype. A row sees at most the
-    `window` latest of its logical positions; scores lose slopes float32 [heads] for each position of distance."""
+    """q [rows, heads, d] over kv [2, slots, kv_heads, d] -> [rows, heads * d] of `out_dtype` (None: kv's). A row sees
+    at most the `window` latest of its logical positions; scores lose slopes float32 [heads] for each position of
+    distance."""
     is_busy = len(q) * kv.shape[2] >= _ENOUGH_PROGRAMS or 4 * q.numel() * plan.max_splits > _MOST_PARTIAL_BYTES
     is_looped = plan.max_splits == 1 or is_busy
-    return attention_in(is_looped, q, kv, plan, scale, window, slopes)
+    return attention_in(is_looped, q, kv, plan, scale, window, slopes, out_dtype=out_dtype)
 
 
 def attention_in(
@@ -99,11 +106,12 @@ def attention_in(
     window: int | None,
     slopes: Tensor | None = None,
     cut: Cut | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`attention`, with all splits of a row in one program or each in its own, and tiles of one's choice."""
     rows, heads, d = q.shape
     assert q.is_contiguous() and kv.is_contiguous() and plan.tables.is_contiguous()
-    out = torch.empty((rows, heads * d), dtype=kv.dtype, device=q.device)
+    out = torch.empty((rows, heads * d), dtype=out_dtype or kv.dtype, device=q.device)
     if not rows:
         return out
     splits = 1 if is_looped else plan.max_splits

@@ -31,7 +31,7 @@ _RESERVED = 2 * 1024  # bytes of shared memory that the compiler may want for it
 _MOST_STAGES = {16: 8, 32: 6, 64: 5, 128: 4}  # by block_m
 _PREFILL_ROWS = 256  # more of them are bound by arithmetic
 _RANKS = tl.constexpr(RANKS)
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2, "gelu": 3}  # as `activated_number` knows them
 
 
 class Tiles(NamedTuple):
@@ -97,12 +97,6 @@ def linear(
     return linear_in(cut, x, weight, bias, out_dtype, adapters)
 
 
-def logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapters: Shrunk | None = None) -> Tensor:
-    """x [rows, hidden] times weight [vocab, hidden] transposed, plus bias [vocab], plus what `adapters` add -> float32
-    [rows, vocab], not rounded in between."""
-    return linear(x, weight, bias, torch.float32, adapters)
-
-
 def gated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, adapters: Shrunk | None = None) -> Tensor:
     """activation(gate) * up -> [rows, n]. x [rows, k] times weight [2 n, k] transposed, plus bias [2 n], plus what
     `adapters` add, is gate's n columns, then up's; both are rounded to the weight's dtype. `activation` is one of
@@ -123,7 +117,7 @@ def linear_in(
     """`linear` with tiles of one's choice."""
     out = _empty(x, weight, len(weight), out_dtype or weight.dtype)
     if len(out):
-        sizes = (len(x), *weight.shape, *_added(adapters, len(weight)))
+        sizes = (len(x), *weight.shape, *adapters_of(adapters, len(weight)))
         _linear_kernel[_grid(cut, out)](x, weight, bias, out, *sizes, *constants(cut, *weight.shape), **options(cut, x))
     return out
 
@@ -132,16 +126,15 @@ def gated_in(
     cut: Tiles, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, adapters: Shrunk | None = None
 ) -> Tensor:
     """`gated` with tiles of one's choice."""
-    assert activation in ACTIVATIONS, activation
     n, k = len(weight) // 2, weight.shape[1]
     out = _empty(x, weight, n, weight.dtype)
     if len(out):
-        sizes = (len(x), n, k, *_added(adapters, 2 * n), activation == "gelu_tanh", *constants(cut, n, k))
+        sizes = (len(x), n, k, *adapters_of(adapters, 2 * n), ACTIVATIONS[activation], *constants(cut, n, k))
         _gated_kernel[_grid(cut, out)](x, weight, bias, out, *sizes, **options(cut, x))
     return out
 
 
-def _added(adapters: Shrunk | None, num_outputs: int) -> tuple[Tensor | int | None, ...]:
+def adapters_of(adapters: Shrunk | None, num_outputs: int) -> tuple[Tensor | int | None, ...]:
     """What kernels are told of adapters."""
     if adapters is None:
         return None, None, None, None, 0, 0, 0
@@ -198,21 +191,21 @@ def _fetch_weight(weight, at_n, k):
 
 
 @triton.jit
-def _at_outputs(n, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr):
+def at_outputs(n, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr):
     """The outputs of this program; what lies beyond the last is the last again, and never stored."""
     at_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     return at_n if EVEN_N else tl.minimum(at_n, n - 1)
 
 
 @triton.jit
-def _store(out, y, at_m, rows, n, BLOCK_N: tl.constexpr):
+def store_tile(out, y, at_m, rows, n, BLOCK_N: tl.constexpr):
     at_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (at_m < rows)[:, None] & (at_n < n)[None, :]
     tl.store(out + at_m.to(tl.int64)[:, None] * n + at_n[None, :], y, mask=mask)
 
 
 @triton.jit
-def _adapted(total, own, sums, ranks, b, at_m, at_n, rows, n, num_slots, num_parts, max_rank):
+def adapted(total, own, sums, ranks, b, at_m, at_n, rows, n, num_slots, num_parts, max_rank):
     """total [BLOCK_M, BLOCK_N] plus b a x of the rows whose slot `own` int64 [BLOCK_M] holds an adapter. What one of
     them adds is added to no other row, not even times zero: it may be NaN."""
     slot = tl.min(tl.where(own >= 0, own, num_slots), 0)
@@ -270,7 +263,7 @@ def _linear_kernel(
 ):
     dtype: tl.constexpr = weight.dtype.element_ty
     at_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    at_n = _at_outputs(n, BLOCK_N, EVEN_N)
+    at_n = at_outputs(n, BLOCK_N, EVEN_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if OVERLAP:
         _fetch_weight(weight, at_n, k)
@@ -284,16 +277,20 @@ def _linear_kernel(
     if bias is not None:
         total += tl.load(bias + at_n).to(tl.float32)[None, :]
     if slots is not None:
-        total = _adapted(total, own, sums, ranks, b, at_m, at_n, rows, n, num_slots, num_parts, max_rank)
-    _store(out, rounded(total, out.dtype.element_ty), at_m, rows, n, BLOCK_N)
+        total = adapted(total, own, sums, ranks, b, at_m, at_n, rows, n, num_slots, num_parts, max_rank)
+    store_tile(out, rounded(total, out.dtype.element_ty), at_m, rows, n, BLOCK_N)
 
 
 @triton.jit
-def _activated(x, GELU: tl.constexpr):
+def activated_number(x, ACTIVATION: tl.constexpr):
     """The approximation of GELU by tanh, x / 2 (1 + tanh(y)), is x times the sigmoid of 2 y."""
-    if GELU:
+    if ACTIVATION == 0:
+        return x / (1.0 + tl.exp(-x))
+    if ACTIVATION == 1:
         return x / (1.0 + tl.exp(-2.0 * 0.7978845608028654 * (x + 0.044715 * x * x * x)))
-    return x / (1.0 + tl.exp(-x))
+    if ACTIVATION == 2:
+        return tl.where(x < 0.0, 0.0, x)
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -312,7 +309,7 @@ def _gated_kernel(
     num_slots,
     num_parts,
     max_rank,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -322,7 +319,7 @@ def _gated_kernel(
 ):
     dtype: tl.constexpr = weight.dtype.element_ty
     at_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    at_n = _at_outputs(n, BLOCK_N, EVEN_N)
+    at_n = at_outputs(n, BLOCK_N, EVEN_N)
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if OVERLAP:
@@ -340,8 +337,8 @@ def _gated_kernel(
         gate += tl.load(bias + at_n).to(tl.float32)[None, :]
         up += tl.load(bias + n + at_n).to(tl.float32)[None, :]
     if slots is not None:
-        gate = _adapted(gate, own, sums, ranks, b, at_m, at_n, rows, 2 * n, num_slots, num_parts, max_rank)
-        up = _adapted(up, own, sums, ranks, b, at_m, at_n + n, rows, 2 * n, num_slots, num_parts, max_rank)
+        gate = adapted(gate, own, sums, ranks, b, at_m, at_n, rows, 2 * n, num_slots, num_parts, max_rank)
+        up = adapted(up, own, sums, ranks, b, at_m, at_n + n, rows, 2 * n, num_slots, num_parts, max_rank)
     gate = rounded(gate, dtype).to(tl.float32)
     up = rounded(up, dtype).to(tl.float32)
-    _store(out, rounded(_activated(gate, GELU) * up, dtype), at_m, rows, n, BLOCK_N)
+    store_tile(out, rounded(activated_number(gate, ACTIVATION) * up, dtype), at_m, rows, n, BLOCK_N)

@@ -74,3 +74,30 @@ def add_product(a, b, total):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def quantize_groups(x):
+    """Groups float32 [groups, 32] as integers of at most 127, int8 alike, times scales float32 [groups]; and these
+    times the sums of the integers. What is not finite makes its group's scale NaN: it must not vanish."""
+    is_bad = tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), 1) > 0
+    x = tl.where(is_bad[:, None], 0.0, x)
+    peak = tl.max(tl.abs(x), 1)
+    inverse = tl.where(peak > 1e-30, tl.div_rn(127.0 + tl.zeros_like(peak), tl.maximum(peak, 1e-30)), 0.0)
+    y = tl.minimum(tl.maximum(x * inverse[:, None], -127.0), 127.0)
+    ints = ((y + 12582912.0) - 12582912.0).to(
+        tl.int8
+    )  # to the nearest, of two the even one: 1.5 * 2^23 has no fractions
+    scale = tl.where(is_bad, float("nan"), tl.div_rn(peak, 127.0 + tl.zeros_like(peak)))
+    return ints, scale, scale * tl.sum(ints.to(tl.int32), 1).to(tl.float32)
+
+
+@triton.jit
+def store_groups(ints, scales, found, scale, sums, row, group, mask, rows, k):
+    """What `quantize_groups` found, as groups `group` [groups] of rows `row`, int64, where `mask` is true: in int8
+    [rows, k] and float32 [2, k / 32, rows]."""
+    at = (row * k + group * 32)[:, None] + tl.arange(0, 32)[None, :]
+    tl.store(ints + at, found, mask=mask[:, None])
+    place = scales + group.to(tl.int64) * rows + row
+    tl.store(place, scale, mask=mask)
+    tl.store(place + (k // 32).to(tl.int64) * rows, sums, mask=mask)

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve.kernels._triton_numbers import follow, overlap, rounded
+from specserve.kernels._triton_groups import PADDED, Rows, empty_rows
+from specserve.kernels._triton_numbers import follow, overlap, quantize_groups, rounded, store_groups
 
 _EMBED_BLOCK = 1024
 _VOCAB_BLOCK = 4096  # logits that one program compares
@@ -58,7 +59,23 @@ def add_rms_norm(
     if rows:
         block = triton.next_power_of_2(hidden)
         options = {"num_warps": min(max(block // 512, 1), 16), **overlap(residual.device)}
-        _norm_kernel[(rows,)](residual, delta, post, weight, out, hidden, float(eps), block, **options)
+        tensors = residual, delta, post, weight, out, None
+        _norm_kernel[(rows,)](*tensors, rows, hidden, hidden, float(eps), block, **options)
+    return out
+
+
+def add_rms_norm_quantized(
+    residual: Tensor, delta: Tensor | None, post: Tensor | None, weight: Tensor, eps: float
+) -> Rows:
+    """As `add_rms_norm`, in integers for a linear layer."""
+    rows, hidden = residual.shape
+    assert residual.is_contiguous() and (delta is None or delta.is_contiguous())
+    out = empty_rows(rows, hidden, residual.device)
+    if rows:
+        block = triton.next_power_of_2(max(hidden, PADDED))
+        options = {"num_warps": min(max(block // 512, 1), 16), **overlap(residual.device)}
+        tensors = residual, delta, post, weight, out.ints, out.scales
+        _norm_kernel[(rows,)](*tensors, rows, hidden, out.ints.shape[1], float(eps), block, **options)
     return out
 
 
@@ -124,8 +141,11 @@ def _over_rms(x, n, eps):
     return x * (1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / n + eps))
 
 
-@triton.jit
-def _norm_kernel(residual, delta, post, weight, out, hidden, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _norm_kernel(
+    residual, delta, post, weight, out, scales, rows, hidden, width, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """To `out` [rows, width]; where there are `scales`, as groups of integers."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < hidden
@@ -139,7 +159,12 @@ def _norm_kernel(residual, delta, post, weight, out, hidden, eps, BLOCK: tl.cons
         x += added
         tl.store(residual + row * hidden + at, x, mask=mask)
     y = _over_rms(x, hidden, eps) * tl.load(weight + at, mask=mask, other=0.0)
-    tl.store(out + row * hidden + at, rounded(y, out.dtype.element_ty), mask=mask)
+    if scales is None:
+        tl.store(out + row * width + at, rounded(y, out.dtype.element_ty), mask=mask)
+    else:
+        found, scale, sums = quantize_groups(tl.reshape(y, (BLOCK // 32, 32)))
+        at_g = tl.arange(0, BLOCK // 32)
+        store_groups(out, scales, found, scale, sums, row, at_g, at_g < width // 32, rows, width)
 
 
 @triton.jit

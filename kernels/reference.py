@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ import specserve.kernels._torch_cache as _cache
 import specserve.kernels._torch_experts as _experts
 import specserve.kernels._torch_sampling as _sampling
 import specserve.kernels._torch_verify as _verify
+from specserve.kernels._torch_attention import Group as _Group, attend as _attend
+from specserve.kernels._torch_groups import Groups as _Groups, groups_of as _groups_of, product as _product
 from specserve.kernels._torch_rows import (
     ACTIVATIONS as _ACTIVATIONS,
     LayerNorm as _LayerNorm,
@@ -51,7 +53,7 @@ from specserve.ops import (
 from specserve.ops.backend import KernelOptions
 from specserve.ops.flash import NoFlash
 from specserve.ops.isa import choose_isa
-from specserve.ops.packing import PackedCache, Source, uncached
+from specserve.ops.packing import PackedCache, Source, loaded, stacked, uncached
 from specserve.ops.peers import NoPeers
 from specserve.types import Ids
 
@@ -60,43 +62,8 @@ PRIORITY = 0  # it serves where no other does
 _CONTEXT_MULTIPLE = 512  # torch's own block of keys in flash attention on a CPU
 _CUDA_TILE = 64
 _AMX_TILE = 32
-_QUERY_MULTIPLE = 4
 _GATED_ROWS = 64  # the intermediate results of so many rows stay in the cache
 _PACKED_ROWS = 8  # the number of rows oneDNN is told to lay weights out for; others work as well
-
-
-@dataclass(slots=True)
-class _Group:
-    """Row runs of one length, each with a linear view of the KV it may see."""
-
-    rows: Tensor  # int64 [runs * length], the step's row behind each entry
-    slots: Tensor  # int64 [runs * context], KV slot of each logical index, padded to _CONTEXT_MULTIPLE
-    last: Tensor  # int64 [runs, length], the last logical index each row sees
-    biases: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)  # shared by layers that look alike
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        runs, length = self.last.shape
-        return runs, length, len(self.slots) // runs
-
-    def bias(self, window: int | None, share: int, slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """0, or with slopes [heads] those of ALiBi, where a row sees a logical index and -inf elsewhere, [runs, 1 or
-        kv_heads, queries, context]; the queries are `share` heads of each row, that read one kv head, padded to a
-        multiple of 4."""
-        key = window, share, 0 if slopes is None else slopes.data_ptr()
-        if key not in self.biases:
-            index = torch.arange(self.shape[2], device=self.last.device)
-            hidden = index > self.last[..., None]  # [runs, length, context]
-            if window is not None:
-                hidden |= index <= self.last[..., None] - window
-            bias = torch.zeros(hidden.shape, dtype=dtype, device=self.last.device).masked_fill_(hidden, float("-inf"))
-            bias = bias.repeat_interleave(share, 1)[:, None]
-            if slopes is not None:
-                distance = (index - self.last[..., None]).repeat_interleave(share, 1)[:, None]
-                each = slopes.view(1, -1, 1, share).expand(-1, -1, self.shape[1], -1).flatten(2)
-                bias = bias + (distance * each[..., None]).to(dtype)
-            self.biases[key] = F.pad(bias, (0, 0, 0, -bias.shape[2] % _QUERY_MULTIPLE))
-        return self.biases[key]
 
 
 @dataclass(slots=True)
@@ -113,6 +80,12 @@ class _Weight:
     bias: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Integers:
+    groups: _Groups
+    bias: Tensor | None  # float32
+
+
 def instruction_sets() -> list[str]:
     """What torch's own code for CPUs runs with; the environment variable ATEN_CPU_CAPABILITY lowers it."""
     capability = torch.backends.cpu.get_cpu_capability().lower()
@@ -120,11 +93,11 @@ def instruction_sets() -> list[str]:
 
 
 class Kernels(_adapters.Adapters, _experts.Experts, _cache.Cache, NoFlash, NoPeers):
-    """The op contract in torch. `dtype` is the dtype of weights and of linear inputs and outputs."""
+    """The op contract in torch. `dtype` is the dtype of weights and of linear inputs and outputs, `row_dtype`; where
+    weights are integers these are float32, and a linear layer rounds what it reads to integers, too."""
 
     name = "reference"
     row_multiple = 4
-    quantization = "none"
     has_own_threads = False
     records = False
     buckets: Sequence[int] = ()
@@ -132,7 +105,7 @@ class Kernels(_adapters.Adapters, _experts.Experts, _cache.Cache, NoFlash, NoPee
 
     @classmethod
     def supports(cls, asked: KernelOptions) -> str | None:
-        if asked.quantization in ("auto", "none"):
+        if asked.quantization in ("auto", "none") or asked.device.type != "cpu":
             return None
         return f"has no {asked.quantization} weights: use --quantization none."
 
@@ -143,11 +116,12 @@ class Kernels(_adapters.Adapters, _experts.Experts, _cache.Cache, NoFlash, NoPee
         torch.cuda.set_device(asked.device)  # of this thread
         automatic = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
         dtype = automatic if asked.dtype == "auto" else getattr(torch, asked.dtype)
-        return cls(asked.device, dtype, asked.isa)
+        return cls(asked.device, dtype, asked.isa, "none" if asked.quantization == "auto" else asked.quantization)
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, isa: str = "auto") -> None:
-        self.device = device
+    def __init__(self, device: torch.device, dtype: torch.dtype, isa: str = "auto", quantization: str = "none") -> None:
+        self.device, self.quantization = device, quantization
         self.dtype = self.kv_dtype = dtype
+        self.row_dtype = dtype if quantization == "none" else torch.float32
         self.instruction_set = choose_isa(isa, () if device.type == "cuda" else instruction_sets(), self.name)
         self.weight_dtype = dtype if device.type == "cuda" or _multiplies(dtype) else torch.float32
         on_amx = self.weight_dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
@@ -157,10 +131,17 @@ class Kernels(_adapters.Adapters, _experts.Experts, _cache.Cache, NoFlash, NoPee
     def watch(self, pulse: Pulse) -> None:
         self._pulse = pulse
 
-    def pack(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> _Weight:
-        """What is quantised becomes the numbers it stands for. On a CPU they lie in oneDNN's blocked layout: read
-        without repacking, 8 rows cost 40 to 55 % less time."""
-        return self.packed_as(weight, bias, self.dtype)
+    def pack(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> _Weight | _Integers:
+        """Without `quantization` what is quantised becomes the numbers it stands for. On a CPU they lie in oneDNN's
+        blocked layout: read without repacking, 8 rows cost 40 to 55 % less time."""
+        if self.quantization == "none":
+            return self.packed_as(weight, bias, self.dtype)
+        return self.packed_groups(self.quantization, weight, bias)
+
+    def packed_groups(self, form: str, weight: Source, bias: Source | None) -> Any:
+        """As "int8" or "int4"."""
+        packed = None if bias is None else self.pack_vector(bias)
+        return _Integers(_groups_of(form, loaded(weight), self.device), packed)
 
     def packed_as(self, weight: Source, bias: Source | None, dtype: torch.dtype) -> _Weight:
         multiplied = dtype if dtype == torch.float32 else self.weight_dtype
@@ -169,15 +150,15 @@ class Kernels(_adapters.Adapters, _experts.Experts, _cache.Cache, NoFlash, NoPee
             packed = torch.ops.mkldnn._reorder_linear_weight(packed, _PACKED_ROWS)
         return _Weight(packed, None if bias is None else bias[:].to(self.device, dtype).to(multiplied))
 
-    def pack_head(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> _Weight:
-        return self.pack(weight, bias)
+    def pack_head(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> Any:
+        return self.pack(weight, bias) if self.quantization == "none" else self.packed_groups("int8", weight, bias)
 
     def pack_gated(
         self, gate: Source, up: Source, gate_bias: Source | None, up_bias: Source | None, cached: PackedCache = uncached
-    ) -> _Weight:
+    ) -> Any:
         assert (gate_bias is None) == (up_bias is None), "both have a bias or neither"
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias[:], up_bias[:]))
-        return self.pack(torch.cat((gate[:], up[:])), bias)
+        return self.pack(stacked((loaded(gate), loaded(up))), bias)
 
     def pack_vector(self, values: Source, cached: PackedCache = uncached) -> Tensor:
         return values[:].to(self.device, torch.float32)
@@ -206,9 +187,9 @@ class Kernels(_adapters.Adapters, _experts.Experts, _cache.Cache, NoFlash, NoPee
         self, residual: Tensor, delta: Tensor | None, post: Tensor | None, weight: _Norm, eps: float
     ) -> Tensor:
         if delta is not None:
-            residual += delta if post is None else _norm(delta, post, eps).to(self.dtype)
+            residual += delta if post is None else _norm(delta, post, eps).to(self.row_dtype)
         normed: Tensor = residual if weight is None else _norm(residual, weight, eps)
-        return normed.to(self.dtype)
+        return normed.to(self.row_dtype)
 
     def add(self, residual: Tensor, delta: Tensor) -> None:
         residual += delta
@@ -225,26 +206,29 @@ class Kernels(_adapters.Adapters, _experts.Experts, _cache.Cache, NoFlash, NoPee
     def tap(self, layer: int, residual: Tensor, delta: Tensor | None, post: Tensor | None, eps: float) -> Tensor:
         if delta is None:
             return residual.clone()
-        return residual + (delta if post is None else _norm(delta, post, eps).to(self.dtype))
+        return residual + (delta if post is None else _norm(delta, post, eps).to(self.row_dtype))
 
     def norm(self, x: Tensor, weight: _Norm, eps: float) -> Tensor:
         normed: Tensor = _norm(x, weight, eps)
-        return normed.to(self.dtype).float()  # no more than the LM head will read
+        return normed.to(self.row_dtype).float()  # no more than the LM head will read
 
     def joined_norms(self, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float) -> Tensor:
-        return torch.cat([x if w is None else _norm(x, w, eps) for x, w in parts], -1).to(self.dtype)
+        return torch.cat([x if w is None else _norm(x, w, eps) for x, w in parts], -1).to(self.row_dtype)
 
     def input_rows(self, rows: int, columns: int) -> Tensor:
         return torch.zeros((rows, columns), device=self.device)
 
     def quantize_activation(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype)
+        return x.to(self.row_dtype)
 
-    def linear(self, x: Tensor, weight: _Weight, adapters: RowAdapters | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: _Weight | _Integers, adapters: RowAdapters | None = None) -> Tensor:
         self._pulse.beat()
-        return self.adapted(self.product(x.to(self.weight_dtype), weight), x, adapters).to(self.dtype)
+        given = x if isinstance(weight, _Integers) else x.to(self.weight_dtype)
+        return self.adapted(self.product(given, weight), x, adapters).to(self.row_dtype)
 
-    def product(self, x: Tensor, weight: _Weight) -> Tensor:
+    def product(self, x: Tensor, weight: _Weight | _Integers) -> Tensor:
+        if isinstance(weight, _Integers):
+            return _product(x, weight.groups, weight.bias)
         matrix, bias = weight.matrix, weight.bias
         if not len(x):
             return x.new_empty(0, matrix.shape[0])
@@ -258,16 +242,16 @@ class Kernels(_adapters.Adapters, _experts.Experts, _cache.Cache, NoFlash, NoPee
         x = F.pad(x, (0, 0, 0, -rows % self.tile))
         return torch.cat([F.linear(part, matrix, bias) for part in torch.split(x, self.tile)])[:rows]
 
-    def gated(self, x: Tensor, weight: _Weight, activation: str, adapters: RowAdapters | None = None) -> Tensor:
+    def gated(self, x: Tensor, weight: Any, activation: str, adapters: RowAdapters | None = None) -> Tensor:
         parts = []
         for part in torch.split(self.linear(x, weight, adapters), _GATED_ROWS):
             gate, up = part.float().chunk(2, -1)
-            parts.append(_ACTIVATIONS[activation](gate).mul_(up).to(self.dtype))
+            parts.append(_ACTIVATIONS[activation](gate).mul_(up).to(self.row_dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def activated(self, x: Tensor, weight: _Weight, activation: str, adapters: RowAdapters | None = None) -> Tensor:
+    def activated(self, x: Tensor, weight: Any, activation: str, adapters: RowAdapters | None = None) -> Tensor:
         parts = torch.split(self.linear(x, weight, adapters), _GATED_ROWS)
-        return torch.cat([_ACTIVATIONS[activation](part.float()).to(self.dtype) for part in parts])
+        return torch.cat([_ACTIVATIONS[activation](part.float()).to(self.row_dtype) for part in parts])
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         return logits.div_(cap).tanh_().mul_(cap)
@@ -368,7 +352,7 @@ class Kernels(_adapters.Adapters, _experts.Experts, _cache.Cache, NoFlash, NoPee
         self._pulse.beat()
         parts = [_attend(q, kv, group, scale, window, slopes, self.weight_dtype) for group in plan.groups]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return flat.index_select(0, plan.order).to(self.dtype)
+        return flat.index_select(0, plan.order).to(self.row_dtype)
 
     def attention_floats(self, *asked: Any) -> Tensor:
         return self.attention(*asked).float()
@@ -379,21 +363,3 @@ def _multiplies(dtype: torch.dtype) -> bool:
     and what torch does in their place differs from machine to machine."""
     is_supported = torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return dtype != torch.bfloat16 or bool(is_supported)
-
-
-def _attend(
-    q: Tensor, kv: Tensor, group: _Group, scale: float, window: int | None, slopes: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Attention of one group, multiplied in `dtype` -> [runs * length, heads * d]."""
-    runs, length, context = group.shape
-    heads, d = q.shape[1:]
-    kv_heads = kv.shape[2]
-    share = heads // kv_heads
-    k, v = kv.index_select(1, group.slots).to(dtype).view(2, runs, context, kv_heads, d).transpose(2, 3)
-    q = q.index_select(0, group.rows).to(kv.dtype).to(dtype).view(runs, length, kv_heads, share, d).transpose(1, 2)
-    q = q.reshape(runs, kv_heads, length * share, d)
-    if padding := -length * share % _QUERY_MULTIPLE:
-        q = F.pad(q, (0, 0, 0, padding))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.bias(window, share, slopes, dtype), scale=scale)
-    out = out[:, :, : length * share].view(runs, kv_heads, length, share, d)
-    return out.transpose(1, 2).reshape(runs * length, heads * d)

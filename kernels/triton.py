@@ -1,4 +1,5 @@
-"""Kernels in Triton for GPUs, float32 and bfloat16: a step is one copy in, a graph that is replayed, small copies out.
+"""Kernels in Triton for GPUs, weights in float32, bfloat16, int8 or int4: a step is one copy in, a graph that is
+replayed, small copies out.
 
 Every kernel sums in an order that the row alone fixes, so no padding of rows is needed: row_multiple is 1. What is not
 worth a kernel of its own is torch's, as kernels/reference.py has it, captured with the rest.
@@ -22,12 +23,15 @@ import specserve.kernels._torch_verify as _verify
 import specserve.kernels._triton_adapters as _adapters
 import specserve.kernels._triton_attention as _attention
 import specserve.kernels._triton_bank as _bank
+import specserve.kernels._triton_experts as _experts
 import specserve.kernels._triton_flash as _flash
+import specserve.kernels._triton_groups as _groups
+import specserve.kernels._triton_integer_experts as _integer_experts
+import specserve.kernels._triton_integers as _integers
 import specserve.kernels._triton_linear as _linear
 import specserve.kernels._triton_rows as _rows
 import specserve.kernels._triton_sampling as _sampling
 import specserve.kernels.reference as _reference
-from specserve.errors import ModelError
 from specserve.kernels._torch_rows import LayerNorm as _LayerNorm, norm as _norm
 from specserve.kernels._triton_graph import GraphRecording, Staging
 from specserve.kernels._triton_plan import Plan, PlanTensors
@@ -44,14 +48,14 @@ _LEAST_CAPABILITY = 8  # Triton's own
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """An LM head, whose products are not rounded."""
+    """An LM head [vocab, hidden], whose products are not rounded."""
 
-    matrix: Tensor  # [vocab, hidden]
-    bias: Tensor | None
+    weight: Any
 
 
 class Kernels(_bank.Adapters, _reference.Kernels):
-    """The op contract on a GPU. `dtype` is the dtype of weights, of the KV cache and of linear inputs and outputs."""
+    """The op contract on a GPU. `dtype` is the dtype of weights that are no integers, of the KV cache and of linear
+    inputs and outputs; where weights are integers, linear layers read integers."""
 
     name = "triton"
     row_multiple = 1
@@ -101,11 +105,37 @@ class Kernels(_bank.Adapters, _reference.Kernels):
         return plan.broken_rows()
 
     def pack_head(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> _Head:
-        packed = self.pack(weight, bias)
-        return _Head(packed.matrix, packed.bias)
+        return _Head(super().pack_head(weight, bias))
 
-    def pack_experts(self, *weights: object, **cached: object) -> list[Any]:
-        raise ModelError("The triton kernels have no mixtures of experts yet: run this model with --device cpu.")
+    def packed_groups(self, form: str, weight: Source, bias: Source | None) -> Any:
+        return _groups.pack(form, weight, bias, self.device)
+
+    @property
+    def _is_quantized(self) -> bool:
+        return self.quantization != "none"
+
+    def quantize_activation(self, x: Tensor) -> Any:
+        x = x.contiguous()
+        return _integers.quantize(x) if self._is_quantized else x.to(self.dtype)
+
+    def joined_norms(self, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float) -> Any:
+        return self.quantize_activation(super().joined_norms(parts, eps))
+
+    def pack_experts(
+        self, gates: Sequence[Source], ups: Sequence[Source], downs: Sequence[Source], cached: PackedCache = uncached
+    ) -> Any:
+        packed = (self.pack_gated(gate, up, None, None) for gate, up in zip(gates, ups, strict=True))
+        gate_up, down = list(packed), [self.pack(each) for each in downs]
+        if self._is_quantized:
+            return _groups.IntegerExperts(_groups.stacked(gate_up), _groups.stacked(down))
+        return _groups.Experts(*(torch.stack([each.matrix for each in some]) for some in (gate_up, down)))
+
+    def experts(self, x: Any, weights: Any, routing: Any, activation: str, shared: Tensor | None) -> Tensor:
+        if shared is not None:
+            shared = shared.float() if routing.share is None else shared.float() * routing.share
+        run = _integer_experts.experts if self._is_quantized else _experts.experts
+        found: Tensor = run(x, weights, routing.experts, routing.weights, activation, shared)
+        return found
 
     def embed(
         self,
@@ -123,11 +153,13 @@ class Kernels(_bank.Adapters, _reference.Kernels):
 
     def fused_add_norm(
         self, residual: Tensor, delta: Tensor | None, post: Tensor | None, weight: Any, eps: float
-    ) -> Tensor:
+    ) -> Any:
         if weight is None:
-            return self._added(residual, delta, post, eps).to(self.dtype)
+            return self.quantize_activation(self._added(residual, delta, post, eps))
         if isinstance(weight, _LayerNorm):
-            return _norm(self._added(residual, delta, post, eps), weight, eps).to(self.dtype)
+            return self.quantize_activation(_norm(self._added(residual, delta, post, eps), weight, eps))
+        if self._is_quantized:
+            return _rows.add_rms_norm_quantized(residual, delta, post, weight, eps)
         return _rows.add_rms_norm(residual, delta, post, weight, eps, self.dtype)
 
     def norm_projections(self, qkv: Tensor, norms: HeadNorms, sizes: tuple[int, int]) -> Tensor:
@@ -154,23 +186,31 @@ class Kernels(_bank.Adapters, _reference.Kernels):
     def norm(self, x: Tensor, weight: Any, eps: float) -> Tensor:
         if isinstance(weight, _LayerNorm):
             return super().norm(x, weight, eps)
-        return _rows.add_rms_norm(x, None, None, weight, eps, self.dtype).float()
+        return _rows.add_rms_norm(x, None, None, weight, eps, self.row_dtype).float()
 
-    def linear(self, x: Tensor, weight: Any, adapters: RowAdapters | None = None) -> Tensor:
+    def linear(self, x: Any, weight: Any, adapters: RowAdapters | None = None) -> Tensor:
         own = None if adapters is None else _adapters.shrink(x, *adapters)
+        dtype = self.dtype
         if isinstance(weight, _Head):
-            return _linear.logits(x, weight.matrix, weight.bias, own)
-        return _linear.linear(x, weight.matrix, weight.bias, adapters=own)
+            weight, dtype = weight.weight, torch.float32
+        if isinstance(weight, _groups.Integers):
+            return _integers.linear(x, weight, dtype, own)
+        return _linear.linear(x, weight.matrix, weight.bias, dtype, own)
 
-    def gated(self, x: Tensor, weight: Any, activation: str, adapters: RowAdapters | None = None) -> Tensor:
+    def gated(self, x: Any, weight: Any, activation: str, adapters: RowAdapters | None = None) -> Any:
         own = None if adapters is None else _adapters.shrink(x, *adapters)
+        if self._is_quantized:
+            return _integers.gated(x, weight, activation, own)
         return _linear.gated(x, weight.matrix, weight.bias, activation, own)
+
+    def activated(self, x: Any, weight: Any, activation: str, adapters: RowAdapters | None = None) -> Any:
+        if not self._is_quantized:
+            return super().activated(x, weight, activation, adapters)
+        own = None if adapters is None else _adapters.shrink(x, *adapters)
+        return _integers.activated(x, weight, activation, own)
 
     def embed_adapters(self, residual: Tensor, token_ids: Tensor, adapters: RowAdapters, scale: float) -> None:
         _adapters.embed(residual, token_ids, *adapters, scale)
-
-    def quantize_activation(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype).contiguous()
 
     def argmax(self, logits: Tensor) -> Tensor:
         return _rows.argmax(logits)
@@ -199,12 +239,29 @@ class Kernels(_bank.Adapters, _reference.Kernels):
         scale: float,
         window: int | None,
         slopes: Tensor | None = None,
+    ) -> Any:
+        return self.quantize_activation(self._attended(q, kv, plan, scale, window, slopes, self.row_dtype))
+
+    def attention_floats(
+        self, q: Tensor, kv: Tensor, plan: Plan | PlanTensors, scale: float, window: int | None
+    ) -> Tensor:
+        return self._attended(q, kv, plan, scale, window, None, torch.float32)
+
+    def _attended(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        plan: Plan | PlanTensors,
+        scale: float,
+        window: int | None,
+        slopes: Tensor | None,
+        dtype: torch.dtype,
     ) -> Tensor:
         tensors = self._tensors(plan)
         if self._flash_attention is None or not tensors.is_chain or slopes is not None:
-            return _attention.attention(q, kv, tensors, scale, window, slopes)
+            return _attention.attention(q, kv, tensors, scale, window, slopes, dtype)
         tensors.sequences = tensors.sequences or _flash.Sequences.of(tensors)
-        return self._flash_attention.attention(q, kv, tensors.sequences, tensors.block_size, scale, window)
+        return self._flash_attention.attention(q, kv, tensors.sequences, tensors.block_size, scale, window).to(dtype)
 
     _flash_attention: _flash.Flash | None = None
 

@@ -288,8 +288,8 @@ class Ops(AdapterOps, FlashOps, PeerOps, Protocol):
 
     def routed(self, chosen: Tensor, weights: Tensor) -> Any:
         """Where rows go, for `experts`, as somebody else decided it: experts int32 [rows, per_token], each less than
-        their number, and float32 weights of these, both contiguous and kept by the caller as long as it is read. A
-        row's sum goes over its experts in this order."""
+        their number and a row's all different, and float32 weights of these, both contiguous and kept by the caller as
+        long as it is read. A row's sum goes over its experts in this order."""
 
     def experts(self, x: Any, weights: Any, routing: Any, activation: str, shared: Tensor | None) -> Tensor:
         """The experts' down(activation(gate(x)) * up(x)) of the rows that go to them, times their weights, added row by

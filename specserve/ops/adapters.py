@@ -17,8 +17,8 @@ class RowAdapters(NamedTuple):
 
 class AdapterOps(Protocol):
     """Ops that keep adapters. Sums are float32; a and b are kept in float32 where that is `dtype`, else in bfloat16,
-    and a in int8 where what it reads is quantised. A row with an adapter has the same bits whatever the others have,
-    and one without has those it has without a bank."""
+    and on a CPU a in int8 where what it reads is quantised. A row with an adapter has the same bits whatever the others
+    have, and one without has those it has without a bank."""
 
     def adapter_bank(self, num_slots: int, inputs: int, outputs: int, max_rank: int) -> Any:
         """Room for so many adapters of one weight with so many inputs and outputs, all empty: of a table these are

@@ -4,6 +4,8 @@ on the host."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,7 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _bank: Any = import_module("specserve.kernels._triton_bank")
+_groups: Any = import_module("specserve.kernels._triton_groups")
 _SPLIT = 256  # logical positions
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "gelu": F.gelu,
+}
 
 
 class Norms(NamedTuple):
@@ -48,20 +57,87 @@ def _added(adapters: Any, num_outputs: int) -> Tensor:
     return torch.where(at_r < rank, products, 0).sum(-1)
 
 
-def logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapters: Any = None) -> Tensor:
-    """As `linear`, float32 [rows, n]."""
-    return linear(x, weight, bias, torch.float32, adapters)
-
-
 def gated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, adapters: Any = None) -> Tensor:
     """activation(gate) * up of weight [2 n, k], gate's rows and then up's -> [rows, n]."""
     gate, up = linear(x, weight, bias, None, adapters).double().chunk(2, -1)
-    activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return (activated * up).to(weight.dtype)
+    return (_ACTIVATIONS[activation](gate) * up).to(weight.dtype)
 
 
-def shrink(x: Tensor, bank: Any, slots: Tensor) -> Any:
+def quantize(x: Tensor) -> Any:
+    """x [rows, any] in integers for a linear layer."""
+    return _groups.rows_in_torch(x)
+
+
+def integers(x: Any, weight: Any, out_dtype: torch.dtype, adapters: Any = None) -> Tensor:
+    """x in integers [rows, in] times weight [out, in] transposed, plus bias and what `adapters` add -> [rows, out]."""
+    out = _numbers(x) @ _matrix(weight).T
+    out = out if weight.bias is None else out + weight.bias
+    return (out if adapters is None else out + _added(adapters, weight.outputs)).to(out_dtype)
+
+
+def gated_integers(x: Any, weight: Any, activation: str, adapters: Any = None) -> Any:
+    """activation(gate) * up of weight [2 n, in], gate's rows and then up's, in integers [rows, n]."""
+    gate, up = integers(x, weight, torch.float64, adapters).chunk(2, -1)
+    return quantize((_ACTIVATIONS[activation](gate) * up).float())
+
+
+def activated_integers(x: Any, weight: Any, activation: str, adapters: Any = None) -> Any:
+    """activation(x weight^T + bias), in integers [rows, out]."""
+    return quantize(_ACTIVATIONS[activation](integers(x, weight, torch.float64, adapters)).float())
+
+
+def _numbers(x: Any) -> Tensor:
+    """float64 [rows, width, padded]"""
+    scales: Tensor = x.scales[0].T.double()
+    numbers: Tensor = x.ints.double() * scales.repeat_interleave(_groups.GROUP, 1)
+    return numbers
+
+
+def _matrix(weight: Any) -> Tensor:
+    """float64 [out, in, padded]"""
+    numbers = weight.numbers
+    if weight.minima is not None:
+        numbers = torch.stack((numbers & 15, numbers >> 4), 1).flatten(0, 1)
+    group = torch.arange(weight.num_groups, device=numbers.device) // weight.times
+    found: Tensor = numbers.double() * weight.steps[group].double()[..., None]
+    if weight.minima is not None:
+        found += weight.minima[group].double()[..., None]
+    return found.transpose(0, 1).flatten(1)
+
+
+def experts(x: Tensor, weights: Any, chosen: Tensor, shares: Tensor, activation: str, shared: Tensor | None) -> Tensor:
+    """x [rows, in] through the experts [rows, per_token] of each row, times `shares`, plus `shared`."""
+    pairs = zip(weights.gate_up, weights.down, strict=True)
+    found = [linear(gated(x, gate_up, None, activation), down, None, torch.float32) for gate_up, down in pairs]
+    return _of_each_row(found, chosen, shares, shared)
+
+
+def integer_experts(
+    x: Any, weights: Any, chosen: Tensor, shares: Tensor, activation: str, shared: Tensor | None
+) -> Tensor:
+    """As `experts`, in integers."""
+    pairs = [
+        [
+            each._replace(numbers=each.numbers[e], steps=each.steps[e], minima=None if least is None else least[e])
+            for each in weights
+            for least in [each.minima]
+        ]
+        for e in range(len(weights.down.numbers))
+    ]
+    found = [integers(gated_integers(x, gate_up, activation), down, torch.float32) for gate_up, down in pairs]
+    return _of_each_row(found, chosen, shares, shared)
+
+
+def _of_each_row(found: list[Tensor], chosen: Tensor, shares: Tensor, shared: Tensor | None) -> Tensor:
+    """The sum of what a row's experts found, of what each found for all rows [rows, out]."""
+    rows = torch.arange(len(chosen), device=chosen.device)[:, None]
+    total: Tensor = (torch.stack(found)[chosen.long(), rows] * shares[..., None]).sum(1)
+    return total if shared is None else total + shared
+
+
+def shrink(x: Any, bank: Any, slots: Tensor) -> Any:
     """a x of x [rows, in], for rows whose slot, int64 [rows], holds an adapter."""
+    x = x if isinstance(x, Tensor) else _numbers(x)[:, : x.width]
     a = bank.a.view(len(bank.a), bank.max_rank, -1)[slots.clamp(min=0)]
     sums = torch.einsum("mk,mrk->mr", x.to(a.dtype).double(), a.double())
     return _bank.Shrunk(bank, slots, sums.float()[None])
@@ -78,6 +154,13 @@ def embed_adapters(residual: Tensor, token_ids: Tensor, bank: Any, slots: Tensor
 def embed(token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
     """Rows token_ids int64 [rows] of table [vocab, hidden] times scale -> float32 [rows, hidden]."""
     return table[token_ids].float() * scale
+
+
+def add_rms_norm_quantized(
+    residual: Tensor, delta: Tensor | None, post: Tensor | None, weight: Tensor, eps: float
+) -> Any:
+    """As `add_rms_norm`, in integers for a linear layer."""
+    return quantize(add_rms_norm(residual, delta, post, weight, eps, torch.float32))
 
 
 def add_rms_norm(
@@ -138,10 +221,16 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def attention(
-    q: Tensor, kv: Tensor, plan: Any, scale: float, window: int | None, slopes: Tensor | None = None
+    q: Tensor,
+    kv: Tensor,
+    plan: Any,
+    scale: float,
+    window: int | None,
+    slopes: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """q [rows, heads, d] over kv [2, slots, kv_heads, d] -> [rows, heads * d] of kv's dtype; `slopes` float32 [heads]
-    of ALiBi."""
+    """q [rows, heads, d] over kv [2, slots, kv_heads, d] -> [rows, heads * d] of `out_dtype` (None: kv's); `slopes`
+    float32 [heads] of ALiBi."""
     (rows, heads, d), kv_heads = q.shape, kv.shape[2]
     visible, prefix = plan.visible[:, None], plan.prefix[:, None]
     at = torch.arange(plan.max_splits * _SPLIT, device=q.device)
@@ -159,14 +248,24 @@ def attention(
     if slopes is not None:
         scores += slopes.double().view(kv_heads, -1, 1) * (at - visible + 1)[:, None, None]
     shares = scores.masked_fill(~is_seen[:, None, None], -torch.inf).softmax(-1).nan_to_num(0)
-    return torch.einsum("rhsl,rlhd->rhsd", shares, v).reshape(rows, heads * d).to(kv.dtype)
+    return torch.einsum("rhsl,rlhd->rhsd", shares, v).reshape(rows, heads * d).to(out_dtype or kv.dtype)
 
 
 MODULES = {
-    "_triton_linear": SimpleNamespace(linear=linear, logits=logits, gated=gated),
+    "_triton_linear": SimpleNamespace(linear=linear, gated=gated),
+    "_triton_integers": SimpleNamespace(
+        quantize=quantize, linear=integers, gated=gated_integers, activated=activated_integers
+    ),
+    "_triton_experts": SimpleNamespace(experts=experts),
+    "_triton_integer_experts": SimpleNamespace(experts=integer_experts),
     "_triton_adapters": SimpleNamespace(shrink=shrink, embed=embed_adapters),
     "_triton_rows": SimpleNamespace(
-        embed=embed, add_rms_norm=add_rms_norm, rope_and_cache=rope_and_cache, argmax=argmax, Norms=Norms
+        embed=embed,
+        add_rms_norm=add_rms_norm,
+        add_rms_norm_quantized=add_rms_norm_quantized,
+        rope_and_cache=rope_and_cache,
+        argmax=argmax,
+        Norms=Norms,
     ),
     "_triton_attention": SimpleNamespace(attention=attention),
     "_triton_sampling": import_module("specserve.kernels._torch_sampling"),

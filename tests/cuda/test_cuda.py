@@ -66,6 +66,15 @@ def test_weights_and_kv_of_bfloat16(tiny: Path, cuda: torch.device) -> None:
     assert said(tiny, "cuda", [GREEDY, SEEDED], dtype="bfloat16", drafter="auto") == plain
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_weights_in_integers(tiny: Path, cuda: torch.device, quantization: str) -> None:
+    options = {"dtype": "bfloat16", "quantization": quantization}
+    plain = said(tiny, "cuda", [GREEDY, SEEDED], drafter="none", **options)
+    assert said(tiny, "cuda", [GREEDY, SEEDED], drafter="auto", max_num_batched_tokens=24, **options) == plain
+    with LLM(str(tiny), device="cuda", max_model_len=96, **options) as llm:
+        assert f"in {quantization}" in llm.summary
+
+
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "block"])
 def test_a_head_is_trained_and_drafts(
     tiny: Path, cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

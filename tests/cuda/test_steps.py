@@ -125,7 +125,13 @@ def test_a_row_has_its_bits_in_every_bucket(folder: Path, ops: Ops) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which runs them in all other tests")
-def test_the_kernels_themselves_are_replayed_and_are_the_reference_s(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "quantization"),
+    [*((family, "none") for family in FAMILIES), ("llama", "int8"), ("opt_350m", "int4")],
+    indirect=["folder"],
+    scope="module",
+)
+def test_the_kernels_themselves_are_replayed_and_are_the_reference_s(folder: Path, quantization: str) -> None:
     """Interpreted: a tree beside a chain, whose prompts they have computed."""
     interpreter = pytest.importorskip("triton", reason="Triton is not installed")
     if not interpreter.knobs.runtime.interpret:
@@ -136,14 +142,15 @@ def test_the_kernels_themselves_are_replayed_and_are_the_reference_s(folder: Pat
     with fake_cuda(interprets=True) as device:
         kernels: Any = KERNELS.find("triton")
         kernels.buckets = (8,)
-        found = [run(folder, backend, steps, device) for backend in (kernels, KERNELS.find("reference"))]
+        backends = kernels, KERNELS.find("reference")
+        found = [run(folder, backend, steps, device, quantization) for backend in backends]
     assert torch.equal(found[0].best, found[1].best)
     torch.testing.assert_close(found[0].logits, found[1].logits, rtol=0, atol=1e-4)
 
 
-def run(folder: Path, backend: Any, steps: list[StepInput], device: torch.device) -> Output:
+def run(folder: Path, backend: Any, steps: list[StepInput], device: torch.device, quantization: str) -> Output:
     """Of the last step, on the host."""
-    ops = backend.create(KernelOptions(device, "float32", "none"))
+    ops = backend.create(KernelOptions(device, "float32", quantization))
     model = load_model(folder, ops, 128)
     kv = [torch.zeros((2, BLOCKS * BLOCK, *shape), device=device) for shape in model.spec.kv_shapes]
     runner = Runner(model, ops, kv, BLOCK, 8, 8)
@@ -263,7 +270,7 @@ def test_no_garbage_is_collected_while_a_graph_is_captured(ops: Ops) -> None:
     [
         ({"device": torch.device("cpu")}, "serves GPUs alone"),
         ({"dtype": "float16"}, "has no float16"),
-        ({"quantization": "int8"}, "has no int8 weights"),
+        ({"quantization": "int8"}, None),
         ({"capability": (7, 5)}, "compute capability 8.0 or more, and this one has 7.5"),
         ({"which": None}, "needs a C compiler"),
         ({}, None),

@@ -45,7 +45,7 @@ def native_sets() -> list[str]:
 
 
 SETS = native_sets()
-OTHERS = [Way(backend, weights) for backend in ("reference", "triton") for weights in FORMATS[:2]]
+OTHERS = [Way("reference", weights) for weights in FORMATS] + [Way("triton", weights) for weights in FORMATS[:3]]
 WAYS = [Way("cpu", weights, isa) for isa in SETS for weights in FORMATS] + OTHERS
 RECORDING = [way for way in WAYS if way.backend == "triton" or way.isa == SETS[0]]
 
@@ -62,14 +62,16 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
     if way.backend == "cpu":
         yield make_native(way)
         return
-    backend, dtype = KERNELS.find(way.backend), getattr(torch, way.weights)
+    is_quantized = way.weights.startswith("int")
+    backend, dtype = KERNELS.find(way.backend), torch.bfloat16 if is_quantized else getattr(torch, way.weights)
+    more = {"quantization": way.weights} if is_quantized else {}
     if way.backend == "reference":
-        yield backend(torch.device("cpu"), dtype)
+        yield backend(torch.device("cpu"), dtype, **more)
     elif not IS_FAKED:
-        yield backend(torch.device("cuda"), dtype)
+        yield backend(torch.device("cuda"), dtype, **more)
     else:
         with fake_cuda(interprets=True) as device:
-            yield backend(device, dtype)
+            yield backend(device, dtype, **more)
 
 
 def ways(chosen: list[Way]) -> Any:
@@ -158,16 +160,20 @@ class Layers:
 
 def bits(x: Any) -> Tensor:
     """An output as it is, on the host, not overwritten by the next."""
-    return torch.cat([part.cpu().clone().float() for part in ([x] if isinstance(x, Tensor) else x.parts)], 1)
+    parts = [x] if isinstance(x, Tensor) else x.parts if hasattr(x, "parts") else [x.ints, *x.scales.mT]
+    return torch.cat([part.cpu().clone().float() for part in parts], 1)
 
 
 def numbers(x: Any) -> Tensor:
     """What an output or an activation stands for, float32 [rows, width]."""
     if isinstance(x, Tensor):
         return x.cpu().float().clone()
-    if len(x.parts) == 1:
+    if not hasattr(x, "parts"):
+        ints, scales = x.ints.cpu(), x.scales[0].mT.cpu()
+    elif len(x.parts) == 1:
         return x.parts[0].float()[:, : x.width].clone()
-    ints, scales, _ = x.parts
+    else:
+        ints, scales, _ = x.parts
     return (ints.float().view(len(ints), -1, 32) * scales[:, :, None]).flatten(1)[:, : x.width]
 
 
@@ -210,14 +216,14 @@ def test_a_row_has_the_same_bits_among_any_rows(ops: Any, request: pytest.Fixtur
     x, num_slots = random(64, layers.inputs, seed=6), len(layers.ranks) + 1
     slots = [(3 * i + i // 7) % (num_slots + 1) - 1 for i in range(64)]
     wanted = layers.run(x, slots)
-    for count in range(1, 65):
+    for count in (1, 2, 16, 17, 33) if is_slow else range(1, 65):
         assert torch.equal(layers.linear(x[:count], slots[:count]), wanted[0][:count]), count
-    for count in (2, 5, 16, 17, 40):
+    for count in (17,) if is_slow else (2, 5, 16, 17, 40):
         assert same(threaded.run(x[:count], slots[:count]), [each[:count] for each in wanted]), count
-    for i in range(0, 64, 13 if is_slow else 1):
+    for i in range(0, 64, 31 if is_slow else 1):
         assert same(layers.run(x[i : i + 1], slots[i : i + 1]), [each[i : i + 1] for each in wanted]), i
     shared = layers.linear(x, [2] * 64)  # rows of one adapter share what is read of it
-    for i in (0, 39, 63):
+    for i in (0, 63):
         assert torch.equal(shared[i : i + 1], layers.linear(x[i : i + 1], [2]))
 
 

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from specserve.kernels import _triton_attention as attention, _triton_linear as linear, _triton_rows as rows_of
+from specserve.kernels._torch_runs import ancestors, slots_of
 from specserve.kernels._triton_numbers import INTERPRETED
-from specserve.kernels.reference import Kernels, _ancestors, _Plan, _slots
+from specserve.kernels.reference import Kernels, _Plan
 from specserve.ops import AttentionRows, HeadNorms, Rotation
 from specserve.testing.interpreted import mend_interpreter
 
@@ -58,7 +59,7 @@ def test_linear(dtype: torch.dtype, reference: Kernels, rows: int, n: int, k: in
     assert_close(linear.linear(x, weight), F.linear(x.double(), weight.double()), dtype)
     assert_close(linear.linear(x, weight, bias), F.linear(x.double(), weight.double(), bias.double()), dtype)
     assert linear.linear(x[:0], weight).shape == (0, n)
-    scores = linear.logits(x.float(), weight)
+    scores = linear.linear(x.float(), weight, None, torch.float32)
     assert scores.dtype == torch.float32
     assert_close(scores, F.linear(x.double(), weight.double()), torch.float32)
 
@@ -160,9 +161,9 @@ def plan_of(rows: AttentionRows, as_paths: bool = False) -> Plan:
     for s, cached in enumerate(rows.cached.tolist()):
         start, stop = rows.query_starts[s : s + 2].tolist()
         parents = rows.parents[start:stop].tolist()
-        slots = _slots(rows.block_tables[s].tolist(), cached + stop - start, BLOCK)
+        slots = slots_of(rows.block_tables[s].tolist(), cached + stop - start, BLOCK)
         for r in range(stop - start):
-            path = list(range(stop - start)) if rows.is_block(s) else _ancestors(parents, r)
+            path = list(range(stop - start)) if rows.is_block(s) else ancestors(parents, r)
             is_chain = path == list(range(len(path))) and not as_paths
             visible = cached + len(path)
             numbers.append((s, visible, visible if is_chain else cached, len(paths)))
@@ -257,11 +258,11 @@ def test_a_tree_s_path_is_a_chain(dtype: torch.dtype) -> None:
     kv, q = normal(2, NUM_BLOCKS * BLOCK, 2, 64).to(dtype), normal(rows.num_rows, 4, 64)
     found = attention.attention(q, kv, plan_of(rows), 0.1, None)
     for leaf in (5, 3):
-        path = _ancestors(parents, leaf)
+        path = ancestors(parents, leaf)
         alone = layout([len(path)], [cached], [chain(len(path))])
         blocks, own = rows.block_tables[0].tolist(), alone.block_tables[0].tolist()
         moved = kv.clone()
-        from_slots, to_slots = (_slots(table, cached + 6, BLOCK) for table in (blocks, own))
+        from_slots, to_slots = (slots_of(table, cached + 6, BLOCK) for table in (blocks, own))
         for i, node in enumerate(path):
             moved[:, to_slots[cached + i]] = kv[:, from_slots[cached + node]]
         queries = normal(alone.num_rows, 4, 64)

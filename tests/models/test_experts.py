@@ -203,9 +203,3 @@ def test_heads_of_a_target_with_experts_have_none() -> None:
     target = find_architecture(config).spec(config)
     head = layers_spec(target, 1, 40, qk_norm=False)
     assert head.layers[0].mlp == GatedMlp(size=3 * 40 + 72, activation="silu")
-
-
-def test_triton_refuses_experts() -> None:
-    triton: Any = pytest.importorskip("specserve.kernels.triton", exc_type=ImportError)
-    with pytest.raises(ModelError, match=r"triton .* no mixtures of experts"):
-        triton.Kernels.pack_experts(object(), [], [], [])
