@@ -79,7 +79,13 @@ def _left_out(items: list[pytest.Item]) -> list[pytest.Item]:
             chosen.append(axis[(i // stride + turn) % len(axis)])
             stride *= len(axis)
         kept.add(frozenset(chosen))
-    return [*found, *(item for item, own in zip(items, ids, strict=True) if frozenset(own) not in kept)]
+    runs = [frozenset(own) in kept for own in ids]
+    missed = {each for axis in values for each in axis} - {
+        each for own, is_run in zip(ids, runs, strict=True) if is_run for each in own
+    }
+    if missed:
+        raise pytest.UsageError(f"{items[0].nodeid}: each_choice needs more rounds to bring up {sorted(missed)}.")
+    return [*found, *(item for item, is_run in zip(items, runs, strict=True) if not is_run)]
 
 
 @pytest.fixture(scope="session")
