@@ -86,6 +86,8 @@ def doctor(
         _check_alone(given := engine_options(engines, model=model, isa=isa), servers, port)
         diagnose_head(head, given, text, num_speculative_tokens, json_file)
         return
+    if num_speculative_tokens != DEFAULT_NUM_SPECULATIVE_TOKENS:
+        raise ConfigError("--num-speculative-tokens is for the replay of --head. Give both.")
     size = servers.data_parallel_size
     check_prefill(config, servers.prefill_replicas)
     check_experts(config, servers.enable_expert_parallel)

@@ -207,6 +207,7 @@ ROWS = {
         | {
             "--isa avx9": (USAGE, "Did you mean 'avx2' or 'avx512'?"),
             "--text p": (USAGE, "--text is what --head is replayed on. Give both."),
+            "--num-speculative-tokens 3": (USAGE, "--num-speculative-tokens is for the replay of --head. Give both."),
             "smollm2-135n --head h": NO_MODEL,
             "--head h --port 1": (USAGE, "leave out --port and the options of a layout."),
         },
