@@ -22,7 +22,7 @@ _ROWS_AT_ONCE = 2**22  # numbers of a weight that are rounded together
 
 
 class Groups(NamedTuple):
-    """A matrix: number i of row o is numbers[o, i] * steps[o, g] + minima[o, g], g = i // (times * GROUP)."""
+    """A matrix, all parts contiguous: number i of row o is numbers[o, i] * steps[o, g] + minima[o, g], g = i // (times * GROUP)."""
 
     numbers: Tensor  # int8 [out, in], of int4 from 0 to 15; in is a multiple of GROUP
     steps: Tensor  # float16 [out, in / GROUP / times]
@@ -71,7 +71,10 @@ def kept(form: str, weight: Quantized) -> Groups | None:
         numbers = weight.ints.int() - weight.of_inputs(zeros).int()
         lowest, highest = (int(bound) for bound in torch.aminmax(numbers))
         fits = bool((zeros == zeros.round()).all()) and lowest >= _LEAST[form] and highest <= MOST[form]
-    return Groups(numbers.to(torch.int8), halves, minima, weight.group // GROUP) if fits else None
+    if not fits:
+        return None
+    minima = None if minima is None else minima.contiguous()
+    return Groups(numbers.to(torch.int8).contiguous(), halves.contiguous(), minima, weight.group // GROUP)
 
 
 def rounded(form: str, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
