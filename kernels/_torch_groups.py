@@ -22,7 +22,8 @@ _ROWS_AT_ONCE = 2**22  # numbers of a weight that are rounded together
 
 
 class Groups(NamedTuple):
-    """A matrix, all parts contiguous: number i of row o is numbers[o, i] * steps[o, g] + minima[o, g], g = i // (times * GROUP)."""
+    """A matrix, of contiguous parts: number i of row o is numbers[o, i] * steps[o, g] + minima[o, g], g = i // (times *
+    GROUP)."""
 
     numbers: Tensor  # int8 [out, in], of int4 from 0 to 15; in is a multiple of GROUP
     steps: Tensor  # float16 [out, in / GROUP / times]
