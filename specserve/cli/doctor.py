@@ -100,10 +100,8 @@ def doctor(
         said, fault = _joining(Address.parse(config.ranks_listen, "--ranks-listen"), model)
         sections.append(Section("Ranks", [("this host", said)], fault))
     if port is not None:
-        options = ServeOptions(port=port)
-        fault = _why_not(Address(options.host, options.port), "Choose another --port.")
-        free = f"{options.host}:{port} is free" if fault is None else str(fault)
-        sections.append(Section("Port", [("listening", free)], fault))
+        said, fault = _listening(port)
+        sections.append(Section("Port", [("listening", said)], fault))
     write_json(json_file, as_dict(sections))
     if not is_json_alone(json_file):
         show(sections)
@@ -128,6 +126,13 @@ def _joining(address: Address, model: str) -> tuple[str, ConfigError | None]:
     if isinstance(fault.__cause__, OSError) and fault.__cause__.errno == errno.EADDRNOTAVAIL:
         return f"has not that address, and joins: {command}", None
     return str(fault), fault
+
+
+def _listening(port: int) -> tuple[str, ConfigError | None]:
+    """Whether a server could listen there."""
+    address = Address(ServeOptions().host, port)
+    fault = _why_not(address, "Choose another --port.")
+    return (f"{address} is free", None) if fault is None else (str(fault), fault)
 
 
 def _why_not(address: Address, remedy: str) -> ConfigError | None:

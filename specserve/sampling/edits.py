@@ -95,9 +95,8 @@ def apply_edits(scores: Tensor, edits: Edits) -> None:
         ids, biases = moved(edits.bias[0]), moved(edits.bias[1])
         scores.index_copy_(1, ids, scores.index_select(1, ids).add_(biases))
     if edits.allowed is not None:
-        ids = moved(edits.allowed)
-        kept = scores.index_select(1, ids)
-        scores.fill_(-torch.inf).index_copy_(1, ids, kept)
+        most = torch.full((scores.shape[1],), -torch.inf, device=scores.device)
+        torch.minimum(scores, most.index_fill_(0, moved(edits.allowed), torch.inf), out=scores)
     if len(edits.forbidden):
         scores.index_fill_(1, moved(edits.forbidden), -torch.inf)
     for row, some in edits.forbidden_at:

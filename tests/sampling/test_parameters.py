@@ -354,8 +354,8 @@ FAULTS = [
     (
         edits,
         "apply_edits",
-        "scores.fill_(-torch.inf)",
-        "scores",
+        "(scores.shape[1],), -torch.inf,",
+        "(scores.shape[1],), torch.inf,",
         "allowed tokens not enforced",
     ),
     (edits, "_penalised", "logits > 0", "logits < 0", "repetition rewards"),

@@ -158,6 +158,8 @@ class HeadlessSession:
         self._owner.closed(self, error)
 
     def close(self, reason: str) -> None:
+        """After what has been told: it may be the end of requests that a drain waited for."""
+        self._flush()
         self.connection.close(reason)
 
     def announce(self, engine: EngineKeeper) -> None:

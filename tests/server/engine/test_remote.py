@@ -28,6 +28,7 @@ from specserve.llm import LLM
 from specserve.parallel.handshake import LinkError
 from specserve.server.answers import Answers, Prepared
 from specserve.server.chats import Chats
+from specserve.server.engine import headless as headless_module
 from specserve.server.engine.headless import HeadlessEngine
 from specserve.server.engine.keeper import State, Timeouts
 from specserve.server.engine.listen_options import EngineListenOptions
@@ -419,9 +420,17 @@ def test_adapters_are_had_by_all_and_by_one_that_comes_back(shared: Shared, fold
     shared(play)
 
 
+@pytest.mark.parametrize("look_s", [0.0, 0.05])
 def test_an_engine_that_drains_ends_what_it_runs(
-    folder: Path, secret: Path, expected: dict[SamplingParams, list[Texts]]
+    look_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    secret: Path,
+    expected: dict[SamplingParams, list[Texts]],
 ) -> None:
+    """And closes behind the last events, also where it looks in the moment in which they come."""
+    monkeypatch.setattr(headless_module, "_LOOK_S", look_s)
+
     async def play() -> None:
         async with headless(folder, secret) as engine, served(folder, [engine.address]) as service:
             running = [start(service, prompt, ENDLESS) for prompt in PROMPTS[:4]]
