@@ -9,13 +9,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL ?= smollm2-135m
 PYTEST_FLAGS ?=
+# Slow tests take three quarters of the time of all: a quarter of them runs, another each day. SHARE= runs all, and so does
+# whoever picks tests.
+SHARE ?= $(if $(PYTEST_FLAGS),,$(shell echo $$(($$(date +%s) / 86400 % 4)))/4)
 # Tests run in several processes, but for those that measure what one server costs, which run alone behind them. pytest's
 # status 5 is that PYTEST_FLAGS picked none of a part.
 PROCESSES ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
 PYTEST := $(VENV)/bin/python -m pytest -q
-IN_PARTS = @$(1) $(PYTEST) -n $(PROCESSES) --dist loadfile -m "not alone and not ray" --durations=20 $(PYTEST_FLAGS) || first=$$?; \
+SHARED := $(PYTEST) $(if $(SHARE),--share=$(SHARE))
+IN_PARTS = @$(1) $(SHARED) -n $(PROCESSES) --dist loadfile -m "not alone and not ray" --durations=20 $(PYTEST_FLAGS) || first=$$?; \
   test $${first:-0} = 0 -o $${first:-0} = 5 || exit $$first; \
-  $(1) $(PYTEST) -m alone --durations=5 tests/server/http $(PYTEST_FLAGS) || second=$$?; \
+  $(1) $(SHARED) -m alone --durations=5 tests/server/http $(PYTEST_FLAGS) || second=$$?; \
   test $${second:-0} = 0 -o \( $${second:-0} = 5 -a $${first:-0} = 0 \)
 # A second run of the same tests looks for what depends on instructions or memory, not for rare cases of the logic.
 REPEATED := --hypothesis-profile=repeated
@@ -104,7 +108,7 @@ serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 with OpenAI'
 	@$(BIN)/specserve serve $(MODEL) $(SERVE_FLAGS)
 
 # What keeps one core busy runs side by side; tests share the cores out themselves.
-test: $(STAMP) ## Everything CI runs: lint, types and all tests, those of the real model too.
+test: $(STAMP) ## Everything CI runs: lint, types and tests, those of the real model too; of the slow ones today's quarter.
 	@$(MAKE) --no-print-directory -j2 --output-sync check builds
 	@$(MAKE) --no-print-directory pytest pytest-avx2
 	@$(MAKE) --no-print-directory -j2 --output-sync sanitize bare
@@ -129,14 +133,14 @@ types: $(STAMP) ## Check types, strictly.
 pytest: $(STAMP) ## Run the tests; PYTEST_FLAGS="-k name -x" picks some.
 	@echo "== model $(MODEL), whose tests may not be skipped"
 	@$(BIN)/specserve pull $(MODEL)
-	@echo "== pytest"
+	@echo "== pytest, slow tests: share $(or $(SHARE),1 of 1)"
 	$(call IN_PARTS,SPECSERVE_REQUIRE_MODEL=1)
 
 pytest-avx2: $(STAMP) ## Run the tests of kernels, models and the engine again as on a CPU without AVX-512.
 ifneq ($(HAS_AVX512),)
 	@$(BIN)/specserve pull $(MODEL)
 	@echo "== pytest, AVX-512 hidden"
-	@$(HIDE_AVX512) SPECSERVE_REQUIRE_MODEL=1 $(PYTEST) -n $(PROCESSES) --dist loadfile $(REPEATED) --durations=10 \
+	@$(HIDE_AVX512) SPECSERVE_REQUIRE_MODEL=1 $(SHARED) -n $(PROCESSES) --dist loadfile $(REPEATED) --durations=10 \
 	  $(OF_THE_CPU) $(PYTEST_FLAGS)
 else
 	@echo "== no AVX-512 that could be hidden"

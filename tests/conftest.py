@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import itertools
@@ -22,6 +23,7 @@ settings.register_profile("thorough", deadline=None, max_examples=1000)  # --hyp
 settings.register_profile("repeated", deadline=None, max_examples=10)
 settings.load_profile("patient")
 
+SLOW = Path(__file__).with_name("slow.txt")
 _HTTP = "tests/server/http"
 
 # Before anything imports triton: without a GPU its kernels are interpreted.
@@ -52,17 +54,51 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run all combinations of parameters, where `make test` runs as many as bring up each value",
     )
 
+    parser.addoption(
+        "--share",
+        type=_share,
+        metavar="I/N",
+        help="of the slow tests, those of tests/slow.txt, run every Nth from number I on, counted from 0; `make test` "
+        "runs another share each day",
+    )
+
+
+def _share(text: str) -> tuple[int, int]:
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and int(number) < int(of)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: I/N, with I from 0 to N - 1.")
+    return int(number), int(of)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if (share := config.getoption("share")) is None:
+        return None
+    return f"slow tests: share {share[0]} of {share[1]}, which --share={share[0]}/{share[1]} runs again"
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --thorough, what the markers each_choice and thorough leave out is not run."""
-    if config.getoption("thorough"):
-        return
-    by_test: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out = {id(item) for group in by_test.values() for item in _left_out(group)}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
-    items[:] = [item for item in items if id(item) not in left_out]
+    """Without --thorough, what the markers each_choice and thorough leave out is not run; with --share, most of what is
+    slow is not either."""
+    left_out: list[pytest.Item] = []
+    if not config.getoption("thorough"):
+        by_test: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        left_out += itertools.chain.from_iterable(_left_out(group) for group in by_test.values())
+    if (share := config.getoption("share")) is not None:
+        others = set(map(id, left_out))
+        names = set(SLOW.read_text("utf-8").split())
+        slow = [item for item in items if id(item) not in others and not names.isdisjoint(_names(item))]
+        left_out += [item for i, item in enumerate(slow) if i % share[1] != share[0]]
+    config.hook.pytest_deselected(items=left_out)
+    ids = set(map(id, left_out))
+    items[:] = [item for item in items if id(item) not in ids]
+
+
+def _names(item: pytest.Item) -> tuple[str, str]:
+    """Its file's, and its test's without parameters."""
+    test = item.nodeid.partition("[")[0]
+    return test.partition("::")[0], test
 
 
 def _left_out(items: list[pytest.Item]) -> list[pytest.Item]:
