@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from tests.processes import Held, held, running, stopped
 
 API, ENGINE = "specserve.server.api_processes.process", "specserve.server.engine.process"
+TRIAL = "specserve.structured.worker"
 RANK, JOINED, COMMAND = "specserve.parallel.rank", "specserve.parallel.joined", "specserve"
 TOLD_S = 3.0  # in which clients of what was killed know, though other tests have the cores
 STALL_S = 2.5  # after which what stands still has gone
@@ -96,6 +97,7 @@ class Rounds:
         self._told_s = list[float]()  # after which each client of what was lost knew
         self._places: dict[str, list[int]] = {}
         served.until(self.is_whole, BACK_S)
+        served.until(lambda: len(running(served.process.pid, TRIAL)) == 2, BACK_S)  # the worker and its copy
         self._long = [self._answer({**BODIES[0], "prompt": prompt, "max_tokens": LOOKED_AT}) for prompt in PROMPTS]
         self.check_texts()
         served.until(served.is_idle)

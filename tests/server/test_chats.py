@@ -232,7 +232,7 @@ def test_nothing_is_left_when_it_ends(tmp_path: Path) -> None:
 
     before = len(os.listdir("/proc/self/fd"))
     run(written(tmp_path), test)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     end = time.monotonic() + 30
     while any(map(is_alive, pids)):
         assert time.monotonic() < end, pids
