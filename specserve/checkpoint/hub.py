@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from specserve.checkpoint import pooling
 from specserve.checkpoint.fetching import HubFile, fetch, num_bytes_here
 from specserve.checkpoint.folder import weight_map
 from specserve.checkpoint.home import cache_folder
 from specserve.errors import ModelError, NotFetchedError
-from specserve.files import read_json
+from specserve.files import locked, read_json
 
 Advance = Callable[[int], object]
 Start = Callable[[int], Advance]  # told of all bytes before any is fetched
@@ -100,7 +98,7 @@ def from_hub(
         return kept if kept is not None and has_kept else _of_others(name, head)
     path = _record_path(name.text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _telling(name), FileLock(path.with_name(f".{path.name}.lock")):
+    with _telling(name), locked(path):
         kept = record(name.text)
         if kept is not None and kept.is_whole and not refresh:
             return kept  # another process was first

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specserve.checkpoint.home import cache_folder
-from specserve.files import check_regular, open_file, parse_json
+from specserve.files import check_regular, locked, open_file, parse_json
 from specserve.ops import Ops
 
 Progress = Callable[[], AbstractContextManager[Callable[[int], object]]]
@@ -100,7 +99,7 @@ class PackedWeights:
         self._is_packing = True
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._stack.enter_context(FileLock(self._path.with_name(f".{self._path.name}.lock")))
+            self._stack.enter_context(locked(self._path))
         except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
             self._error = error
 

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from filelock import FileLock
 
 from specserve.errors import ConfigError
-from specserve.files import map_file, parse_json
+from specserve.files import locked, map_file, parse_json
 from specserve.types import Ids
 
 _log = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class TextFile:
         a fraction of a millisecond of Python. Raises OSError; the file is then what it was."""
         header = json.dumps({"target": self._target, "key": key.hex()}).encode()
         temporary = self.path.with_name(f".{self.path.name}.partial")
-        with FileLock(self.path.with_name(f".{self.path.name}.lock")):  # who has it is alone with the temporary file
+        with locked(self.path):  # who has it is alone with the temporary file
             try:
                 with open(temporary, "wb", opener=_private) as stream:
                     digest = hashlib.sha256()

@@ -14,10 +14,12 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from rich.progress import Progress, TaskID
+from typing import TYPE_CHECKING
 
 from specserve.errors import ModelError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import rich.progress
 import torch
-from rich.progress import BarColumn, DownloadColumn, TextColumn
 from torch import Tensor
 
 from specserve.cache.sizing import free_memory
@@ -35,7 +33,6 @@ from specserve.ops import Ops, Peers
 from specserve.ops.packing import PackedCache, Weight, uncached
 from specserve.ops.peers import ExpertPeers
 from specserve.registry import MODELS
-from specserve.terminal import console
 
 PACKING_VERSION = 1  # raise it when Decoder packs something else under the same name: earlier files are then not used
 
@@ -204,8 +201,12 @@ def _native(spec: AnySpec) -> DecoderSpec:
 @contextmanager
 def _bar(visible: bool, total: int) -> Iterator[Callable[[int], object]]:
     """What to call with the bytes that were packed, of `total`."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    from specserve.terminal import console
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    with rich.progress.Progress(*columns, console=console(stderr=True), disable=not visible) as bars:
+    with Progress(*columns, console=console(stderr=True), disable=not visible) as bars:
         task = bars.add_task("Packing weights", total=total)
         yield lambda num_bytes: bars.advance(task, num_bytes)
 

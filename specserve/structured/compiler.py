@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from typing import Any
 
 from specserve.config import DEFAULT_MAX_NUMBER_DIGITS
 from specserve.errors import ConfigError, unknown
@@ -23,7 +24,6 @@ from specserve.structured.base import Backend, Grammar, RefusedError, Vocabulary
 from specserve.structured.digits import BoundedGrammar, Extent, NumberTokens
 from specserve.structured.schema.bounds import most_digits
 from specserve.structured.spec import Structured
-from specserve.structured.tags import json_parts
 
 AUTO = "auto"
 _log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class Compiler:
         """With numbers that end, where the grammar is one of JSON."""
         if asked.kind == "json_schema":
             extent = Extent(most_digits([json.loads(asked.text)], self._max_digits))
-        elif asked.kind == "structural_tag" and (parts := json_parts(asked)):
+        elif asked.kind == "structural_tag" and (parts := _parts_of_tags(asked)):
             most = most_digits([schema for schema, _ in parts], self._max_digits)
             texts = {text for _, text in parts if text is not None}
             extent = Extent(most, "" in texts, tuple(text.encode() for text in sorted(texts) if text))
@@ -192,6 +192,12 @@ class Compiler:
                     is_here = GRAMMARS.missing(name) is None
                     self._backends[name] = GRAMMARS.find(name)(self._vocabulary) if is_here else None
         return self._backends[name]
+
+
+def _parts_of_tags(asked: Structured) -> list[tuple[bool | dict[str, Any], str | None]]:
+    from specserve.structured.tags import json_parts  # with pydantic, a tenth of a second, which few starts need
+
+    return json_parts(asked)
 
 
 def _together(refusals: dict[str, str]) -> str:
