@@ -159,7 +159,7 @@ def test_requests_are_spread_by_what_runs(shared: Shared) -> None:
 def test_what_all_replicas_did_is_summed_and_told_of_each(shared: Shared) -> None:
     async def play(service: Service) -> None:
         replicas = of(service)
-        await answer(service, PROMPTS[0], PARAMS[0])
+        await asyncio.gather(*(answer(service, prompt, PARAMS[0]) for prompt in PROMPTS))  # by both of them
         stats = service.metrics.stats(replicas.gauges, replicas.num_restarts, "ready", replicas.replicas)
         assert [each["state"] for each in stats["replicas"]] == ["ready", "ready"]
         assert stats["steps"]["num_steps"] == sum(each["num_steps"] for each in stats["replicas"]) > 0
