@@ -70,12 +70,6 @@ def _share(text: str) -> tuple[int, int]:
     return int(number), int(of)
 
 
-def pytest_report_header(config: pytest.Config) -> str | None:
-    if (share := config.getoption("share")) is None:
-        return None
-    return f"slow tests: share {share[0]} of {share[1]}, which --share={share[0]}/{share[1]} runs again"
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --thorough, what the markers each_choice and thorough leave out is not run; with --share, most of what is
     slow is not either."""

@@ -129,8 +129,9 @@ def _joining(address: Address, model: str) -> tuple[str, ConfigError | None]:
 
 
 def _listening(port: int) -> tuple[str, ConfigError | None]:
-    """Whether a server could listen there."""
-    address = Address(ServeOptions().host, port)
+    """Whether a server could listen there. Raises ConfigError for what is no port."""
+    options = ServeOptions(port=port)
+    address = Address(options.host, options.port)
     fault = _why_not(address, "Choose another --port.")
     return (f"{address} is free", None) if fault is None else (str(fault), fault)
 

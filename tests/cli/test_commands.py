@@ -209,6 +209,7 @@ ROWS = {
             "--text p": (USAGE, "--text is what --head is replayed on. Give both."),
             "--num-speculative-tokens 3": (USAGE, "--num-speculative-tokens is for the replay of --head. Give both."),
             "smollm2-135n --head h": NO_MODEL,
+            "--port 99999": (USAGE, "it must be a number from 0 to 65535"),
             "--head h --port 1": (USAGE, "leave out --port and the options of a layout."),
         },
     ),
