@@ -1,10 +1,12 @@
-"""What a GPU does with specserve's kernels: their bits, their times, and the share of its bandwidth that they use.
+"""What a GPU does with specserve's kernels: their bits, their times, and the share of its bandwidth that they use; and
+with whole engines: whether texts are the same with any drafter, and what steps and tokens take.
 
     PYTHONPATH=. python benchmarks/gpu.py --part kernels --out results
 
-Nothing needs to be installed but torch and triton. Each part writes DIR/PART.json, after every section, and prints
-tables. Times are those of CUDA graphs: of many launches in a row, each with weights of its own, which together are
-larger than L2, so one launch's share is what it adds to a step. They are medians of several replays.
+For the parts kernels and layers nothing needs to be installed but torch and triton. Each part writes DIR/PART.json,
+after every section, and prints tables. Times of kernels are those of CUDA graphs: of many launches in a row, each with
+weights of its own, which together are larger than L2, so one launch's share is what it adds to a step. They are medians
+of several replays.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 import torch
 
-PARTS = ("kernels", "layers")
+PARTS = ("kernels", "layers", "engine")
 
 
 class Report:
@@ -59,6 +61,7 @@ def _device() -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
+    parser.add_argument("--model", default="smollm2-135m", help="of the part engine: catalog name or folder")
     parser.add_argument("--out", type=Path, default=Path("results"))
     return parser.parse_args()
 
@@ -75,6 +78,10 @@ def main() -> None:
         from gpu_layers import measure_layers
 
         measure_layers(Report(options.out / "layers.json"))
+    if "engine" in (options.part or PARTS):
+        from gpu_engine import measure_engines
+
+        measure_engines(Report(options.out / "engine.json"), options.model)
 
 
 if __name__ == "__main__":

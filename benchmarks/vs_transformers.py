@@ -48,7 +48,11 @@ def specserve_generate(llm: LLM, max_tokens: int) -> Generate:
     return generate
 
 
-def transformers_generate(folder: Path, dtype: str, device: str, max_tokens: int) -> Generate:
+def transformers_generate(
+    folder: Path, dtype: str, device: str, max_tokens: int, is_compiled: bool = False
+) -> Generate:
+    """`is_compiled`: with a static cache, which has transformers compile the model's decoding on a GPU."""
+    cache = {"cache_implementation": "static"} if is_compiled else {}
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     model.eval().to(torch.device(device))
 
@@ -62,6 +66,7 @@ def transformers_generate(folder: Path, dtype: str, device: str, max_tokens: int
                 max_new_tokens=max_tokens,
                 min_new_tokens=max_tokens,
                 pad_token_id=0,
+                **cache,
             )
         new: list[int] = out[0, len(ids) :].tolist()
         return new

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from specserve.machine.cgroups import groups
 GIB = 2**30
 LOGITS_BYTES = 2**27  # of one step: 682 rows of a vocabulary of 49k, 220 of one of 152k
 MAX_SHARE = 0.4  # of free memory, when nobody said how much: weights' pages, activations and the system need the rest
+DEVICE_SHARE = 0.9  # of a GPU's, where all that was captured is measured: the sampler and drafters need the rest
 
 
 def plan_blocks(
@@ -23,18 +24,24 @@ def plan_blocks(
     max_model_len: int,
     max_num_seqs: int,
     kv_cache_gib: float | None,
+    captured_bytes: Callable[[], int] | None = None,
 ) -> tuple[int, str]:
     """Blocks to allocate, the null block included, and one sentence that says what was chosen.
 
     On its own it takes what `max_num_seqs` sequences of `max_model_len` tokens could use, but at most 40 % of free
-    memory; `kv_cache_gib` is taken as given. Raises CapacityError if that is not free, or if not one sequence of
-    `max_model_len` would fit.
+    memory. Where that is not enough and `captured_bytes` measures what graphs will take, which takes a moment, it is
+    at most 90 % of what they leave. `kv_cache_gib` is taken as given. Raises CapacityError if that is not free, or if
+    not one sequence of `max_model_len` would fit.
     """
     blocks_per_sequence = math.ceil(max_model_len / block_size)
     if kv_cache_gib is None:
         wanted = max_num_seqs * blocks_per_sequence + 1
-        num_blocks = min(wanted, int(free_bytes * MAX_SHARE) // bytes_per_block)
-        reason = "all sequences at full length" if num_blocks == wanted else f"{MAX_SHARE:.0%} of free memory"
+        room, reason = int(free_bytes * MAX_SHARE), f"{MAX_SHARE:.0%} of free memory"
+        if wanted * bytes_per_block > room and captured_bytes is not None:
+            room = max(0, int((free_bytes - (captured := captured_bytes())) * DEVICE_SHARE))
+            reason = f"{DEVICE_SHARE:.0%} of what {captured / GIB:.2f} GiB of graphs leave"
+        num_blocks = min(wanted, room // bytes_per_block)
+        reason = "all sequences at full length" if num_blocks == wanted else reason
     else:
         num_blocks = _explicit(free_bytes, bytes_per_block, kv_cache_gib)
         reason = "kv_cache_gib"

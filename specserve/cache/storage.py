@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+MIN_BLOCKS = 2  # the null block, and one to hand out
+
 
 class CopyKV(Protocol):
     """What ops.copy_kv does."""
@@ -49,7 +51,7 @@ class KVStorage:
         device: torch.device | str,
         copy_kv: CopyKV = copy_kv,
     ) -> None:
-        assert num_blocks >= 2, "one null block and at least one block to hand out"
+        assert num_blocks >= MIN_BLOCKS
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = torch.device(device)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from specserve.adapters import AdapterSource
 from specserve.cache.cache import KVCache
 from specserve.cache.sizing import free_memory, logit_rows, plan_blocks, share_of, step_bytes
-from specserve.cache.storage import KVShape, KVStorage
+from specserve.cache.storage import MIN_BLOCKS, KVShape, KVStorage
 from specserve.checkpoint import catalog
 from specserve.config import EngineConfig
 from specserve.engine.adapter_loader import AdapterLoader, check_folders
@@ -31,6 +32,7 @@ from specserve.models.rounding import as_stored
 from specserve.models.spec import ModelSpec
 from specserve.models.uses import tested
 from specserve.ops import MOST_TOP_K, Ops
+from specserve.ops.capture import recorded_bytes, recording_shown
 from specserve.ops.choice import choose_ops, describe, warn_of_lacking
 from specserve.ops.device import check_attention, choose_device, within_memory
 from specserve.parallel.kv_transfer import KVFormat, PrefixTransfer
@@ -38,7 +40,7 @@ from specserve.parallel.lockstep import Lockstep
 from specserve.parallel.ranks import Ranks
 from specserve.parallel.start import start_ranks
 from specserve.runtime.cost import ROWS
-from specserve.runtime.executor import Executor, LocalExecutor
+from specserve.runtime.executor import Executor, LocalExecutor, StepRunner
 from specserve.runtime.runner import Runner
 from specserve.runtime.timing import step_seconds
 from specserve.sampling.sampler import Sampler
@@ -56,6 +58,7 @@ from specserve.text.stops import ForkedText
 from specserve.text.tokenizer import Tokenizer
 
 Connect = Callable[[LocalExecutor], Executor]
+RunOn = Callable[[KVStorage], StepRunner]
 
 _TIMING_S = 0.4  # for measuring what steps take, so that drafts can be weighed
 
@@ -134,24 +137,25 @@ def build(
     others = [] if ranks is None else ranks.kv_shapes()  # they are loaded
     mapped = model.num_mapped_bytes + (0 if ranks is None else ranks.num_mapped_bytes)  # counted as free
     free = share_of(free_memory(ops.device) - mapped, taken, num_engines)
-    storage, num_kv_bytes, sizing = _make_storage(config, ops, shapes, others, spec.max_len, free)
-    context.bind(storage.layers[len(own) :], storage.block_size)
-    kv, make, counters = storage.layers[: len(own)], Runner if ranks is None else ranks.runner, Counters()
-    runner = make(model, ops, kv, storage.block_size, max_rows, max_logit_rows, taps, top_k)
+    make, counters = Runner if ranks is None else ranks.runner, Counters()
+    run_on = partial(_run_on, make, model, ops, len(own), (max_rows, max_logit_rows, taps, top_k))
+    with recording_shown(progress):
+        storage, num_kv_bytes, sizing = _make_storage(config, ops, shapes, others, spec.max_len, free, run_on)
+        context.bind(storage.layers[len(own) :], storage.block_size)
+        runner = run_on(storage)
+        policy = Policy(host, config.num_speculative_tokens, spec.max_len, context, counters.timed)
     make_local = LocalExecutor if lockstep is None else lockstep.executor
     local = make_local(runner, Sampler(spec.vocab_size, config.verification, ops), storage, counters.timed)
     executor = connect(local) if ranks is None else ranks.executor(local, num_adapters, config.max_lora_rank)
     cache = KVCache(executor, config.prefix_caching)
     cache.reads_next = host.needs.reads_next
-    policy = Policy(host, config.num_speculative_tokens, spec.max_len, context, counters.timed)
     adapters = Adapters(executor, num_adapters, heads := AdapterHeads(policy))
     step_s, most = config.max_step_ms and config.max_step_ms / 1000, executor.most_under_way
     scheduler = Scheduler(cache, config.max_num_seqs, max_rows, spec.max_len, max_logit_rows, step_s, adapters, most)
     drafting = DraftController(policy, cache, counters.timed, _weighing(config, scheduler, executor))
     limits = Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids_below(spec.vocab_size))
-    compiler = Compiler(
-        lambda: vocabulary(tokenizer, spec.vocab_size), config.grammar_backend, max_digits=config.max_number_digits
-    )
+    words = partial(vocabulary, tokenizer, spec.vocab_size)
+    compiler = Compiler(words, config.grammar_backend, max_digits=config.max_number_digits)
     engine = Engine(executor, cache, scheduler, drafting, limits, counters, partial(ForkedText.begin, tokenizer))
     size, loader = ranks.layout.size if ranks else 1, _load_adapters(engine, heads, config, folder)
     built = Built(engine, folder, ops, tokenizer, compiler, threads, loader, spec.runs, num_kv_bytes, ranks)
@@ -225,13 +229,22 @@ def _check_needs(name: str, needs: Needs, spec: ModelSpec) -> None:
         raise ConfigError(f"--drafter {name} needs the {needs.top_k} best tokens of a row; there are {most} at most.")
 
 
+def _run_on(
+    make: Callable[..., StepRunner], model: AnyModel, ops: Ops, num_layers: int, outputs: tuple[Any, ...], kv: KVStorage
+) -> StepRunner:
+    """What runs the model's steps, whose layers are the first of that cache."""
+    return make(model, ops, kv.layers[:num_layers], kv.block_size, *outputs)
+
+
 def _make_storage(
-    config: EngineConfig, ops: Ops, shapes: list[KVShape], others: list[KVShape], max_len: int, free: int
+    config: EngineConfig, ops: Ops, shapes: list[KVShape], others: list[KVShape], max_len: int, free: int, run_on: RunOn
 ) -> tuple[KVStorage, int, str]:
     """The KV cache of all layers, as large as the configuration and `free` bytes say, the bytes that it takes with that
-    of the model's other processes, whose layers are `others`, and why so many."""
+    of the model's other processes, whose layers are `others`, and why so many. What `run_on` captures is measured,
+    where it is that much, on the smallest."""
+    sizes = config.block_size, ops.kv_dtype, ops.device, ops.copy_kv
     per_block = KVStorage.bytes_per_block(shapes + others, config.block_size, ops.kv_dtype)
     limits = config.block_size, max_len, config.max_num_seqs, config.kv_cache_gib
-    num_blocks, why = plan_blocks(free, per_block, *limits)
-    storage = KVStorage(shapes, num_blocks, config.block_size, ops.kv_dtype, ops.device, ops.copy_kv)
-    return storage, num_blocks * per_block, why
+    measure = partial(recorded_bytes, ops.device, lambda: run_on(KVStorage(shapes, MIN_BLOCKS, *sizes)))
+    num_blocks, why = plan_blocks(free, per_block, *limits, measure if ops.records and ops.buckets else None)
+    return KVStorage(shapes, num_blocks, *sizes), num_blocks * per_block, why

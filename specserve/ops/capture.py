@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import sys
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import repeat
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +21,11 @@ from torch import Tensor
 from specserve.ops import Input, Ops, Recording
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _FEW = 8  # rows, at first; gathered rows
+_LONGEST_S = 120.0  # that a start waits for what it could record later, too
+_Size = tuple[int, int]  # rows, gathered rows
+_shown: ContextVar[Callable[[Sequence[_Size]], Iterable[_Size]]] = ContextVar("shown", default=iter)
 
 
 class Captured(Generic[T]):
@@ -47,13 +56,12 @@ class Captured(Generic[T]):
     ) -> None:
         self._ops, self._function, self._inputs = ops, function, inputs
         self._gathers = any(each.is_gathered for each in inputs)
-        self._recordings: dict[tuple[int, int], Recording[T]] = {}  # by rows and gathered rows
+        self._recordings: dict[_Size, Recording[T]] = {}
         self._running: Recording[T] | None = None
         self._most = 0, 0  # of one recording for all
         self._max_gathered = sys.maxsize if max_gathered is None else max_gathered
         if max_rows and ops.records:
-            for size in self._sizes(max_rows):
-                self._record(size, plan)
+            self._record_all(self._sizes(max_rows), plan)
 
     @property
     def is_replayed(self) -> bool:
@@ -106,7 +114,7 @@ class Captured(Generic[T]):
         found = self._recordings.get(size) or self._record(size, plan)
         return found if found.takes(plan) else None
 
-    def _bucket(self, num_rows: int, num_gathered: int) -> tuple[int, int] | None:
+    def _bucket(self, num_rows: int, num_gathered: int) -> _Size | None:
         buckets = self._ops.buckets
         at = bisect_left(buckets, max(num_rows, num_gathered))
         if at == len(buckets):
@@ -114,7 +122,7 @@ class Captured(Generic[T]):
         most = min(buckets[at], self._max_gathered)
         return buckets[at], min(most, _FEW) if self._gathers and num_gathered <= _FEW else most
 
-    def _sizes(self, max_rows: int) -> Sequence[tuple[int, int]]:
+    def _sizes(self, max_rows: int) -> Sequence[_Size]:
         """All that there will be, the largest first."""
         buckets = self._ops.buckets
         if not buckets:
@@ -124,8 +132,19 @@ class Captured(Generic[T]):
         found = {self._bucket(rows, gathered) for rows in buckets[: last + 1] for gathered in (1, rows)}
         return sorted((size for size in found if size is not None), reverse=True)
 
+    def _record_all(self, sizes: Sequence[_Size], plan: Any) -> None:
+        end = time.monotonic() + _LONGEST_S
+        for size in _shown.get()(sizes):
+            if self._recordings and time.monotonic() > end:
+                _log.warning(
+                    "Of %d graphs %d were captured within %.0f s; the others are when they are first used, which makes "
+                    "a step slower each time.", len(sizes), len(self._recordings), _LONGEST_S,
+                )  # fmt: skip
+                break
+            self._record(size, plan)
+
     @torch.inference_mode()
-    def _record(self, size: tuple[int, int], plan: Any) -> Recording[T]:
+    def _record(self, size: _Size, plan: Any) -> Recording[T]:
         self._recordings[size] = found = self._ops.record(self._function, self._inputs, *size, plan)
         return found
 
@@ -139,3 +158,38 @@ class Captured(Generic[T]):
         short = -len(given) % multiple
         padded = np.pad(given, (0, short), constant_values=of.padding) if short else given
         return torch.from_numpy(padded).to(self._ops.device)
+
+
+@contextmanager
+def recording_shown(visible: bool) -> Iterator[None]:
+    """If `visible`, there is a bar on stderr for all that is recorded at once within it."""
+    token = _shown.set(_with_bar if visible else iter)
+    try:
+        yield
+    finally:
+        _shown.reset(token)
+
+
+def _with_bar(sizes: Sequence[_Size]) -> Iterable[_Size]:
+    if len(sizes) == 1:  # it is quick, and needs no bars
+        return sizes
+    from rich.progress import track
+
+    from specserve.terminal import console
+
+    return track(sizes, "Capturing graphs", console=console(stderr=True))
+
+
+def recorded_bytes(device: torch.device, make: Callable[[], object]) -> int:
+    """Bytes of a GPU that are taken while what `make` makes is there: what it recorded, and what running that once left
+    with the allocator. It is gone afterwards."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before, _ = torch.cuda.mem_get_info(device)
+    made = make()
+    torch.cuda.synchronize(device)
+    after, _ = torch.cuda.mem_get_info(device)
+    del made
+    gc.collect()
+    torch.cuda.empty_cache()
+    return max(0, before - after)

@@ -43,13 +43,15 @@ def fake_cuda(free_bytes: int = 2**31, *, interprets: bool = False, index: int =
     real device do. So it shows whether a program puts everything where it belongs. What is captured as a graph
     (torch.cuda.graph) is noted and done again when that is replayed; CaptureError says what a real one could not: that
     the host waits for the device, that numbers of the host are copied from memory that is not page-locked, that an
-    input is another tensor than before. In place of the Triton kernels there are those of testing.triton, or if it
-    `interprets`, for which Triton must be imported with TRITON_INTERPRET=1, they themselves: a hundred times slower. It
-    shows nothing of a GPU's own rounding, streams or speed.
+    input is another tensor than before. Free memory is what tensors and graphs that are there leave of it. In place of
+    the Triton kernels there are those of testing.triton, or if it `interprets`, for which Triton must be imported with
+    TRITON_INTERPRET=1, they themselves: a hundred times slower. It shows nothing of a GPU's own rounding, streams or
+    speed.
     """
     captures, current = _Captures(), _Current()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(_CudaTensor, "at", torch.device("cuda", index)))
+        stack.enter_context(mock.patch.object(_CudaTensor, "memory", memory := _Memory()))
 
         def replace(owner: Any, name: str, value: Callable[..., Any]) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
@@ -62,7 +64,8 @@ def fake_cuda(free_bytes: int = 2**31, *, interprets: bool = False, index: int =
         replace(torch.cuda, "synchronize", lambda device=None: None)
         replace(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
         replace(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        replace(torch.cuda, "mem_get_info", lambda device=None: (free_bytes, 2 * free_bytes))
+        replace(torch.cuda, "mem_get_info", lambda device=None: (free_bytes - memory.taken, 2 * free_bytes))
+        replace(torch.cuda, "memory_stats", lambda device=None: {"allocation.all.allocated": memory.num_made})
         replace(torch.cuda, "get_device_name", lambda device=None: _Properties.name)
         replace(torch.cuda, "get_device_properties", lambda device=None: _Properties)
         plain = threading.Thread.run
@@ -83,6 +86,34 @@ def fake_cuda(free_bytes: int = 2**31, *, interprets: bool = False, index: int =
         stack.enter_context(_Dispatch(captures))
         stack.enter_context(_Calls(captures))
         yield _CudaTensor.at
+
+
+class _Memory:
+    """What tensors lie in that are there."""
+
+    def __init__(self) -> None:
+        self.num_made = 0  # of them, ever
+        self._storages: dict[StorageWeakRef, int] = {}  # with their bytes
+        self._most = 10_000  # before those that are gone are looked for
+        self._lock = threading.Lock()
+
+    def note(self, numbers: Tensor) -> None:
+        with self._lock:
+            self.num_made += (memory := weak_ref(numbers)) not in self._storages
+            self._storages[memory] = numbers.untyped_storage().nbytes()
+            if len(self._storages) > self._most:
+                self._forget()
+                self._most = max(self._most, 2 * len(self._storages))
+
+    @property
+    def taken(self) -> int:
+        with self._lock:
+            self._forget()
+            return sum(self._storages.values())
+
+    def _forget(self) -> None:
+        there = [pair for pair in self._storages.items() if not pair[0].expired()]  # type: ignore[no-untyped-call]
+        self._storages = dict(there)
 
 
 class _Current(threading.local):
@@ -208,6 +239,7 @@ class _CudaTensor(Tensor):
     """What is computed with is `_numbers`, on the CPU."""
 
     at = torch.device("cuda:0")  # where all of them are
+    memory = _Memory()
     _numbers: Tensor
     device = property(lambda self: _CudaTensor.at)
     is_cuda = property(lambda self: True)
@@ -229,6 +261,7 @@ class _CudaTensor(Tensor):
                 requires_grad=numbers.requires_grad,
             )
         made._numbers = numbers
+        cls.memory.note(numbers)
         return made
 
     def data_ptr(self) -> int:

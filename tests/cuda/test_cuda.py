@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 
 from specserve.bench.profile import profile
 from specserve.bench.verify_cost import verify_cost
+from specserve.checkpoint.weights import Weights
 from specserve.llm import LLM
-from specserve.testing import write_tiny_model
+from specserve.structured.spec import Structured
+from specserve.testing import write_adapter, write_tiny_model
 from specserve.train.config import TrainingOptions
 from specserve.train.loop import Training
 from specserve.train.run import train
@@ -73,6 +76,43 @@ def test_weights_in_integers(tiny: Path, cuda: torch.device, quantization: str) 
     assert said(tiny, "cuda", [GREEDY, SEEDED], drafter="auto", max_num_batched_tokens=24, **options) == plain
     with LLM(str(tiny), device="cuda", max_model_len=96, **options) as llm:
         assert f"in {quantization}" in llm.summary
+
+
+def test_experts_grammars_adapters_and_drafts_at_once(tmp_path: Path, cuda: torch.device) -> None:
+    """What each request says is what it says alone, whatever the others ask for, with any drafter."""
+    model = write_tiny_model(tmp_path / "tiny", "mixtral", seed=3, tie_word_embeddings=False)
+    shapes = {name: info.shape for name, info in Weights(model).infos.items()}
+    lora = f"own={write_adapter(tmp_path / 'own', shapes, 4, ('q_proj', 'v_proj'))}"
+    schema = Structured.json({"type": "array", "items": {"enum": ["one", "three"]}, "minItems": 2, "maxItems": 3})
+    mixed = [
+        GREEDY,
+        SEEDED,
+        PENALISED,
+        *(replace(own, structured=schema, ignore_eos=False) for own in (GREEDY, PENALISED)),
+    ]
+    each = [(params, adapter) for params in mixed for adapter in (None, "own")]
+
+    def found(device: str, drafter: str, together: bool = True) -> list[list[list[int]]]:
+        options: dict[str, Any] = {"dtype": "float32", "max_model_len": 96, "threads": 1, "lora": (lora,)}
+        with LLM(
+            str(model), device=device, drafter=drafter, adaptive=False, max_num_batched_tokens=40, **options
+        ) as llm:
+            batches = [each] if together else [[one] for one in each]
+            asked = [zip(*batch, strict=True) for batch in batches]
+            outputs = [
+                output
+                for params, names in asked
+                for output in llm.generate(PROMPTS[1:] * len(params), list(params), adapter=list(names))
+            ]
+        return [[choice.token_ids for choice in output.outputs] for output in outputs]
+
+    plain = found("cuda", "none")
+    assert len({str(tokens) for tokens in plain[:6]}) == 6, "each asks for something else"
+    assert found("cuda", "none", together=False) == plain
+    for drafter in ("suffix", "auto"):
+        assert found("cuda", drafter) == plain
+    if IS_FAKED:  # a GPU adds in another order
+        assert found("cpu", "auto") == plain
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "block"])

@@ -110,6 +110,21 @@ def test_steps_are_what_they_are_op_by_op(folder: Path, ops: Ops) -> None:
 
 
 @of_graphs
+def test_a_step_that_is_replayed_allocates_nothing(folder: Path, ops: Ops) -> None:
+    """On the device: its inputs are copied to where the graph reads them, and what it finds lies where it lay."""
+    runner, _ = make(folder, ops)
+    for _ in range(2):
+        allocated, replayed = [], []
+        for step in steps():
+            before = torch.cuda.memory_stats(ops.device)["allocation.all.allocated"]
+            runner.start(step)
+            replayed.append(runner.finish().is_replayed)
+            allocated.append(torch.cuda.memory_stats(ops.device)["allocation.all.allocated"] - before)
+    assert [each == 0 for each in allocated] == replayed
+    assert sum(replayed) >= 6
+
+
+@of_graphs
 def test_a_row_has_its_bits_in_every_bucket(folder: Path, ops: Ops) -> None:
     runner, _ = make(folder, ops)
     context = pack([SequenceRows(tokens(20), 0, range(1, 9))], 1)
