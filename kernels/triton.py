@@ -32,6 +32,7 @@ import specserve.kernels._triton_linear as _linear
 import specserve.kernels._triton_rows as _rows
 import specserve.kernels._triton_sampling as _sampling
 import specserve.kernels.reference as _reference
+from specserve.kernels._torch_peers import DevicePeerOps
 from specserve.kernels._torch_rows import LayerNorm as _LayerNorm, norm as _norm
 from specserve.kernels._triton_graph import GraphRecording, Staging
 from specserve.kernels._triton_plan import Plan, PlanTensors
@@ -53,7 +54,7 @@ class _Head:
     weight: Any
 
 
-class Kernels(_bank.Adapters, _reference.Kernels):
+class Kernels(_bank.Adapters, DevicePeerOps, _reference.Kernels):
     """The op contract on a GPU. `dtype` is the dtype of weights that are no integers, of the KV cache and of linear
     inputs and outputs; where weights are integers, linear layers read integers."""
 

@@ -32,7 +32,7 @@ from specserve.models.rounding import as_stored
 from specserve.models.spec import ModelSpec
 from specserve.models.uses import tested
 from specserve.ops import MOST_TOP_K, Ops
-from specserve.ops.capture import recorded_bytes, recording_shown
+from specserve.ops.capture import recorded_bytes, recording_at_start
 from specserve.ops.choice import choose_ops, describe, warn_of_lacking
 from specserve.ops.device import check_attention, choose_device, within_memory
 from specserve.parallel.kv_transfer import KVFormat, PrefixTransfer
@@ -58,6 +58,7 @@ from specserve.text.stops import ForkedText
 from specserve.text.tokenizer import Tokenizer
 
 Connect = Callable[[LocalExecutor], Executor]
+Shapes = list[KVShape]
 RunOn = Callable[[KVStorage], StepRunner]
 
 _TIMING_S = 0.4  # for measuring what steps take, so that drafts can be weighed
@@ -139,14 +140,14 @@ def build(
     free = share_of(free_memory(ops.device) - mapped, taken, num_engines)
     make, counters = Runner if ranks is None else ranks.runner, Counters()
     run_on = partial(_run_on, make, model, ops, len(own), (max_rows, max_logit_rows, taps, top_k))
-    with recording_shown(progress):
+    with recording_at_start(progress, has_peers=ranks is not None):
         storage, num_kv_bytes, sizing = _make_storage(config, ops, shapes, others, spec.max_len, free, run_on)
         context.bind(storage.layers[len(own) :], storage.block_size)
         runner = run_on(storage)
         policy = Policy(host, config.num_speculative_tokens, spec.max_len, context, counters.timed)
     make_local = LocalExecutor if lockstep is None else lockstep.executor
     local = make_local(runner, Sampler(spec.vocab_size, config.verification, ops), storage, counters.timed)
-    executor = connect(local) if ranks is None else ranks.executor(local, num_adapters, config.max_lora_rank)
+    executor = connect(local) if ranks is None else ranks.executor(local)
     cache = KVCache(executor, config.prefix_caching)
     cache.reads_next = host.needs.reads_next
     adapters = Adapters(executor, num_adapters, heads := AdapterHeads(policy))
@@ -237,14 +238,16 @@ def _run_on(
 
 
 def _make_storage(
-    config: EngineConfig, ops: Ops, shapes: list[KVShape], others: list[KVShape], max_len: int, free: int, run_on: RunOn
+    config: EngineConfig, ops: Ops, shapes: Shapes, others: list[Shapes], max_len: int, free: int, run_on: RunOn
 ) -> tuple[KVStorage, int, str]:
     """The KV cache of all layers, as large as the configuration and `free` bytes say, the bytes that it takes with that
     of the model's other processes, whose layers are `others`, and why so many. What `run_on` captures is measured,
-    where it is that much, on the smallest."""
-    sizes = config.block_size, ops.kv_dtype, ops.device, ops.copy_kv
-    per_block = KVStorage.bytes_per_block(shapes + others, config.block_size, ops.kv_dtype)
+    where it is that much, on the smallest. Processes on a host's CPUs share its memory, GPUs have their own."""
+    sizes, is_on_gpu = (config.block_size, ops.kv_dtype, ops.device, ops.copy_kv), ops.device.type != "cpu"
+    per_block = [KVStorage.bytes_per_block(each, *sizes[:2]) for each in (shapes, *others)]
     limits = config.block_size, max_len, config.max_num_seqs, config.kv_cache_gib
     measure = partial(recorded_bytes, ops.device, lambda: run_on(KVStorage(shapes, MIN_BLOCKS, *sizes)))
-    num_blocks, why = plan_blocks(free, per_block, *limits, measure if ops.records and ops.buckets else None)
-    return KVStorage(shapes, num_blocks, *sizes), num_blocks * per_block, why
+    is_measured = ops.records and ops.buckets and not others
+    planned = max(per_block) if is_on_gpu else sum(per_block)
+    num_blocks, why = plan_blocks(free, planned, *limits, measure if is_measured else None)
+    return KVStorage(shapes, num_blocks, *sizes), num_blocks * sum(per_block), why

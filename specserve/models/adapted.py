@@ -27,7 +27,7 @@ class PackedAdapter(NamedTuple):
 class AdaptedModel:
     """A model of `products`, and of a `table` of embeddings that takes adapters or None."""
 
-    num_adapter_slots = 0
+    num_adapter_slots = max_adapter_rank = 0
 
     def __init__(self, spec: DecoderSpec, ops: Ops, products: list[Product], table: Tensor | None) -> None:
         self.spec, self.ops = spec, ops
@@ -45,7 +45,7 @@ class AdaptedModel:
 
     def hold_adapters(self, num_slots: int, max_rank: int) -> None:
         """Room for so many adapters of at most that rank; once, before the first step."""
-        self.num_adapter_slots = num_slots
+        self.num_adapter_slots, self.max_adapter_rank = num_slots, max_rank
         for product in self._products:
             product.hold_adapters(self.ops, num_slots, max_rank)
         if self._table is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import sys
 import time
 from bisect import bisect_left
@@ -23,9 +24,10 @@ from specserve.ops import Input, Ops, Recording
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _FEW = 8  # rows, at first; gathered rows
-_LONGEST_S = 120.0  # that a start waits for what it could record later, too
+LONGEST_S = 120.0  # that a start waits for what it could record later, too
 _Size = tuple[int, int]  # rows, gathered rows
 _shown: ContextVar[Callable[[Sequence[_Size]], Iterable[_Size]]] = ContextVar("shown", default=iter)
+_longest_s: ContextVar[float] = ContextVar("longest_s", default=math.inf)
 
 
 class Captured(Generic[T]):
@@ -38,7 +40,8 @@ class Captured(Generic[T]):
     once for as many as there are rows, as a chunk of a prompt has few that the LM head should read. What is larger than
     the largest bucket, or has a plan that no recording takes, runs op by op: with the same bits. With `max_rows`, and
     `max_gathered` of these, all is recorded at once: no step waits for it then, and who measures steps does not measure
-    that. `plan` is any plan that it will run with.
+    that; what recording_at_start has no time for is recorded when it is first asked for. `plan` is any plan that it
+    will run with.
 
     What the function returns is valid until the next start: of as many rows as were recorded, or where it ran op by op
     of those that were given, padded to a multiple of ops.row_multiple. A recording points into what the function
@@ -133,12 +136,13 @@ class Captured(Generic[T]):
         return sorted((size for size in found if size is not None), reverse=True)
 
     def _record_all(self, sizes: Sequence[_Size], plan: Any) -> None:
-        end = time.monotonic() + _LONGEST_S
+        longest_s = _longest_s.get()
+        end = time.monotonic() + longest_s
         for size in _shown.get()(sizes):
             if self._recordings and time.monotonic() > end:
                 _log.warning(
                     "Of %d graphs %d were captured within %.0f s; the others are when they are first used, which makes "
-                    "a step slower each time.", len(sizes), len(self._recordings), _LONGEST_S,
+                    "a step slower each time.", len(sizes), len(self._recordings), longest_s,
                 )  # fmt: skip
                 break
             self._record(size, plan)
@@ -156,18 +160,20 @@ class Captured(Generic[T]):
             own[: len(given)] = given
             return own
         short = -len(given) % multiple
-        padded = np.pad(given, (0, short), constant_values=of.padding) if short else given
+        padded = np.pad(given, (0, short), constant_values=of.padding)  # a copy, which may be written to
         return torch.from_numpy(padded).to(self._ops.device)
 
 
 @contextmanager
-def recording_shown(visible: bool) -> Iterator[None]:
-    """If `visible`, there is a bar on stderr for all that is recorded at once within it."""
-    token = _shown.set(_with_bar if visible else iter)
+def recording_at_start(progress: bool, has_peers: bool = False) -> Iterator[None]:
+    """What is recorded at once within it has a bar on stderr, if there is to be `progress`, and two minutes: but not
+    where a process `has_peers`, which record with it what it records."""
+    shown, longest = _shown.set(_with_bar if progress else iter), _longest_s.set(math.inf if has_peers else LONGEST_S)
     try:
         yield
     finally:
-        _shown.reset(token)
+        _shown.reset(shown)
+        _longest_s.reset(longest)
 
 
 def _with_bar(sizes: Sequence[_Size]) -> Iterable[_Size]:

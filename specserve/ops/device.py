@@ -78,6 +78,17 @@ def within_memory() -> Iterator[None]:
         ) from error
 
 
+def check_gpus(device: torch.device, count: int) -> None:
+    """Raises ConfigError where there are not so many GPUs from `device` on, one for each process of a model."""
+    assert device.index is not None, "chosen"
+    last, there = device.index + count - 1, torch.cuda.device_count() - 1
+    if last > there:
+        raise ConfigError(
+            f"--tensor-parallel-size {count} takes {device} to cuda:{last}, and torch sees cuda:0 to cuda:{there} "
+            "here. Lower it, or name an earlier --device; CUDA_VISIBLE_DEVICES may hide some."
+        )
+
+
 def check_attention(device: torch.device, attention: str) -> None:
     """Raises ConfigError for flash attention on a CPU; `attention` is of config.ATTENTIONS."""
     if device.type == "cpu" and attention == "flash":

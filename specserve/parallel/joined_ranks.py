@@ -61,7 +61,7 @@ class JoinedRanks(Ranks):
             os.close(descriptor)
         self._groups = [self._ops.peers(memory.group(0), 0, size, gather)]
 
-    def kv_shapes(self) -> list[KVShape]:
+    def kv_shapes(self) -> list[list[KVShape]]:
         """Waits until they are loaded. Their KV, and the weights that they have mapped, take no memory of this host."""
         self._replies()
         return []

@@ -32,6 +32,7 @@ class Load(msgspec.Struct, tag="load", array_like=True):
     threads: int
     isa: str
     port: int = 0  # where processes on several hosts meet
+    device: str = "cpu"
 
 
 class Begin(msgspec.Struct, tag="begin", array_like=True):

@@ -72,7 +72,9 @@ class Rank:
     def __init__(self, load: Load, memory: int, pulse: Pulse, link: Link | None, gather: Gather | None = None) -> None:
         self._layout = Layout(load.width, tuple(range(*each) for each in load.stages))
         self._rank, self._memory, self._link = load.rank, ModelMemory(memory, self._layout), link
-        device = torch.device("cpu")
+        device = torch.device(load.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         self._ops: Ops = choose_ops(device, load.dtype, load.quantization, load.threads, load.isa)
         self._ops.watch(pulse)
         self.peers: Peers | None = None
@@ -119,8 +121,10 @@ class Rank:
                 assert isinstance(self._runner, FirstRunner), "others are done with a step when they have run it"
                 self._runner.finish()
             case Show():
-                assert not isinstance(self._runner, Runner), "one stage has nothing to hand on"
-                self._runner.show(tuple(command.layers))
+                if isinstance(self._runner, Runner):
+                    self._runner.capture()  # as the first process does, which waits for it
+                else:
+                    self._runner.show(tuple(command.layers))
             case CopySlots():
                 self._storage.copy_slots(command.sources, command.targets)
             case ReadBlocks():

@@ -119,17 +119,18 @@ class Ranks:
         isa = ops.instruction_set or "auto"
         where = str(folder.resolve())
         for rank, connection in enumerate(self._connections, 1):
+            device = "cpu" if ops.device.index is None else f"{ops.device.type}:{ops.device.index + rank}"
             connection.send(
-                Load(rank, layout.width, stages, where, max_len, dtype, ops.quantization, threads, isa, port)
+                Load(rank, layout.width, stages, where, max_len, dtype, ops.quantization, threads, isa, port, device)
             )
 
-    def kv_shapes(self) -> list[KVShape]:
-        """Of all their layers, once they are loaded. Raises what loading raised there."""
+    def kv_shapes(self) -> list[list[KVShape]]:
+        """Of the layers of each, once they are loaded. Raises what loading raised there."""
         self.num_mapped_bytes = sum(reply.num_mapped_bytes for reply in self._replies())
-        layout, shapes = self.layout, list[KVShape]()
+        layout, shapes = self.layout, list[list[KVShape]]()
         for rank in range(1, layout.size):
             layers = layout.layers(rank)
-            shapes += sharded(self.spec, layout.shard(rank)).kv_shapes[layers.start : layers.stop]
+            shapes.append(sharded(self.spec, layout.shard(rank)).kv_shapes[layers.start : layers.stop])
         return shapes
 
     def runner(
@@ -143,22 +144,26 @@ class Ranks:
         taps: tuple[int, ...],
         top_k: int,
     ) -> Runner | FirstRunner:
-        """What runs the model from this process on, made as a Runner of the layers that this process has."""
+        """What runs the model from this process on, made as a Runner of the layers that this process has. The others
+        make theirs meanwhile: on GPUs each captures what it does with all of them."""
+        assert isinstance(model, Decoder), "no other is divided"
+        sizes = kv[0].shape[1] // block_size, block_size, max_rows, max_logit_rows
+        adapters = model.num_adapter_slots, model.max_adapter_rank
+        self.send_each([Begin(*sizes, *adapters, [*self.layout.shown(i, taps)]) for i in range(1, self.layout.size)])
         if self._link is None:
             return Runner(model, ops, kv, block_size, max_rows, max_logit_rows, taps, top_k)
-        assert isinstance(model, Decoder), "no other is divided"
         states = self._memory.states(max_rows, self.spec.hidden_size)
         pipeline = Pipeline(self.layout, 0, states, self._link)
         return FirstRunner(model, ops, kv, block_size, max_rows, max_logit_rows, taps, top_k, pipeline)
 
-    def executor(self, local: LocalExecutor, num_adapters: int, max_lora_rank: int) -> ParallelExecutor:
+    def executor(self, local: LocalExecutor) -> ParallelExecutor:
         """For steps of all of them, of what computes this process's part."""
-        sizes = local.num_blocks, local.block_size, local.max_rows, local.max_logit_rows, num_adapters, max_lora_rank
-        taps = local.runner.taps
-        self.send_each([Begin(*sizes, [*self.layout.shown(rank, taps)]) for rank in range(1, self.layout.size)])
         self._replies()
         _watch(weakref.ref(self), self._connections)
-        return ParallelExecutor(local, self, self.spec, outline(self.spec, self._ops).adapted)
+        model, has_all = local.runner.model, len(self.layout.stages) == 1
+        assert isinstance(model, Decoder), "no other is divided"
+        adapted = model.adapted if has_all else outline(self.spec, self._ops).adapted
+        return ParallelExecutor(local, self, self.spec, adapted)
 
     def _replies(self) -> list[Done]:
         """One of each."""
@@ -337,8 +342,12 @@ class ParallelExecutor:
         self._blocks.write(ids, data)
 
     def set_outputs(self, taps: tuple[int, ...], top_k: int) -> None:
-        layout = self._ranks.layout
-        if len(layout.stages) > 1:  # all processes of a stage have alike what is shown of it
+        layout, runner = self._ranks.layout, self._local.runner
+        if (taps, top_k) == (runner.taps, runner.top_k):
+            return
+        if runner.ops.buckets:  # the others wait for what this one captures anew
+            self._ranks.send(Show([]))
+        elif len(layout.stages) > 1:  # all processes of a stage have alike what is shown of it
             self._ranks.send_each([Show([*layout.shown(rank, taps)]) for rank in range(1, layout.size)])
         self._local.set_outputs(taps, top_k)
 

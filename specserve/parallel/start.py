@@ -8,11 +8,13 @@ from pathlib import Path
 from specserve.cache.sizing import free_memory
 from specserve.checkpoint.identity import model_digest
 from specserve.config import EngineConfig
+from specserve.errors import ConfigError
 from specserve.models.loader import check_memory, native_spec, outline
 from specserve.models.sharding import sharded
 from specserve.models.spec import DecoderSpec, shorten
 from specserve.models.stages import divided
 from specserve.ops import Ops
+from specserve.ops.device import check_gpus
 from specserve.parallel.address import Address
 from specserve.parallel.hosts import Gate
 from specserve.parallel.joined_ranks import JoinedRanks
@@ -29,13 +31,15 @@ def start_ranks(config: EngineConfig, folder: Path, ops: Ops, threads: int, puls
     if size * num_stages == 1:
         return None
     ops.peers(mmap.mmap(-1, mmap.PAGESIZE), 0, 1)  # kernels that have none say so before anything is begun
+    if is_on_gpu := ops.device.type != "cpu":
+        _check_gpus(config, ops)
     spec = native_spec(folder)
     spec = spec if max_len is None else shorten(spec, max_len)
     layout = Layout(size, stages_of(spec, size, num_stages, ops))
     for rank in range(size):
         sharded(spec, layout.shard(rank))
     if config.ranks_listen is None:  # else each loads on a host of its own, and looks itself
-        check_memory(spec, ops, free_memory(ops.device))
+        check_memory(spec, ops, free_memory(ops.device) * (size if is_on_gpu else 1))
     ranks = _begun(config, folder, layout, spec, ops, pulse)
     try:
         ranks.load(folder, config.dtype, max_len, threads)
@@ -43,6 +47,16 @@ def start_ranks(config: EngineConfig, folder: Path, ops: Ops, threads: int, puls
         ranks.close()
         raise
     return ranks
+
+
+def _check_gpus(config: EngineConfig, ops: Ops) -> None:
+    """Raises ConfigError for what processes with a GPU each do not do, and where there are too few of these."""
+    on_gpus = "processes with a GPU each divide layers, with --tensor-parallel-size, on one host."
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError(f"--pipeline-parallel-size: {on_gpus}")
+    if config.ranks_listen is not None:
+        raise ConfigError(f"--ranks-listen: {on_gpus}")
+    check_gpus(ops.device, config.tensor_parallel_size)
 
 
 def _begun(config: EngineConfig, folder: Path, layout: Layout, spec: DecoderSpec, ops: Ops, pulse: int) -> Ranks:

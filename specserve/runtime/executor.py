@@ -109,6 +109,7 @@ class StepRunner(Protocol):
     max_rows: int
     max_logit_rows: int
     taps: tuple[int, ...]
+    top_k: int
 
     def start(self, step: StepInput, /) -> None: ...
     def finish(self) -> Output: ...

@@ -97,15 +97,14 @@ class Runner:
         self.max_logit_rows = max_logit_rows
         self.kv = kv
         self.taps, self.top_k = taps, top_k
-        self._capture()
+        self.capture()
 
     def set_outputs(self, taps: tuple[int, ...], top_k: int) -> None:
         """Show the residual stream after these layers, of all rows, and so many of the best tokens of each row of
         logits, with every step from now on. Between steps."""
         if (taps, top_k) != (self.taps, self.top_k):
             self.taps, self.top_k = taps, top_k
-            del self._captured, self._views  # first: what is captured anew would take as much memory again
-            self._capture()
+            self.capture()
 
     def start(self, inputs: StepInput, features: Tensor | None = None) -> None:
         """Begin a forward pass; the LM head sees only the rows that are sampled or scored. `features` are those of the
@@ -143,7 +142,10 @@ class Runner:
         shown_top = None if top is None else top.cpu().numpy()
         return Output(logits, hidden, best, broken, shown, shown_top, self._captured.is_replayed)
 
-    def _capture(self) -> None:
+    def capture(self) -> None:
+        """Anew where it was before. Between steps; with other processes of the model in all of them."""
+        self.__dict__.pop("_captured", None)  # first: what is captured anew would take as much memory again
+        self._views: dict[tuple[int, int, int], _Computed] = {}
         # Of values alone, not of the runner: who lets go of it lets go of the weights at once.
         compute = partial(_compute, self.model, self.ops, self.kv, self.taps, self.top_k)
         inputs = [Input(torch.int64), Input(torch.int64), Input(torch.int64, is_gathered=True)]
@@ -155,7 +157,6 @@ class Runner:
             self._no_adapters = np.full(self.max_rows + -self.max_rows % multiple, -1, np.int64)
         plan = self.ops.plan(AttentionRows.pack([0, 1], [0], [[0]], [-1], self.ops.row_multiple), self.block_size)
         self._captured = Captured(self.ops, compute, inputs, self.max_rows, self.max_logit_rows, plan)
-        self._views: dict[tuple[int, int, int], _Computed] = {}
 
 
 def mark_broken(

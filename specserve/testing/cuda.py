@@ -20,10 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import specserve.kernels
 from specserve.testing import triton
 from specserve.testing.cuda_graph import CaptureError, Graph, mapped, tensors_in, weak_ref
+from specserve.testing.cuda_peers import faked_nccl
 from specserve.testing.interpreted import mend_interpreter
 
 _aten = torch.ops.aten
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
+# Which inference mode leaves whole.
+_MOVES = _aten.to.device, _aten.to.dtype, _aten.to.dtype_layout, _aten.to.other
 # Places in the arguments of what must lie on one device; indices may be on the CPU.
 _ALIKE = {
     _aten.index.Tensor: (0,),
@@ -78,6 +81,7 @@ def fake_cuda(free_bytes: int = 2**31, *, interprets: bool = False, index: int =
         replace(torch.cuda, "CUDAGraph", Graph)
         replace(torch.cuda, "graph", captures.capture)
         replace(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+        stack.enter_context(faked_nccl(lambda: captures.graph, _numbers_of))
         replace(torch.cuda, "Event", _Event)
         replace(torch.cuda, "Stream", lambda device=None: current.check())
         replace(torch.cuda, "current_stream", lambda device=None: None)
@@ -319,6 +323,8 @@ class _Calls(TorchFunctionMode):
 
 
 def _computed(func: Any, args: Any, kwargs: Any, captures: _Captures | None = None) -> Any:
+    if func in _MOVES:
+        return _moved(func, args, kwargs, captures)
     tensors = list(tensors_in((args, kwargs)))
     ours = {id(each._numbers): each for each in tensors if isinstance(each, _CudaTensor)}
     assert not any(each.is_meta for each in tensors), f"{func}: torch made a tensor of the device without numbers"
@@ -354,6 +360,17 @@ def _computed(func: Any, args: Any, kwargs: Any, captures: _Captures | None = No
         return ours[id(value)] if id(value) in ours else _CudaTensor(value)  # changed in place, it is what it was
 
     return mapped(wrapped, found)
+
+
+def _moved(func: Any, args: Any, kwargs: Any, captures: _Captures | None) -> Any:
+    """As one of Tensor.to's forms does: a copy where another device or dtype is asked for, or a copy."""
+    names = [each.name for each in func._schema.arguments]
+    asked: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+    tensor, like = asked["self"], asked.get("other", asked["self"])
+    device, dtype = asked.get("device") or like.device, asked.get("dtype") or like.dtype
+    if (device, dtype) == (tensor.device, tensor.dtype) and not asked.get("copy"):
+        return tensor
+    return _computed(_aten._to_copy.default, (tensor,), {"dtype": dtype, "device": device}, captures)
 
 
 def _numbers_of(value: Any) -> Any:

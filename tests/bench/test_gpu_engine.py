@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from specserve.bench import random_target
-from specserve.errors import EngineError
-from specserve.speculation.policy import Policy
 from specserve.testing import tiny_config, write_tiny_model
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -31,7 +29,7 @@ def program() -> Iterator[ModuleType]:
 @pytest.fixture
 def small(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     sizes = {"ROWS": (1, 3), "CONCURRENCY": (1, 2), "NUM_PROMPTS": 3, "NUM_TOKENS": 8, "CONTEXT": 40, "REPEATS": 2}
-    for name, value in {**sizes, "MODEL_LEN": 512, "SHAPES": ("tiny",), "WEIGHTS": program.WEIGHTS[:1]}.items():
+    for name, value in {**sizes, "MODEL_LEN": 2048, "SHAPES": ("tiny",), "WEIGHTS": program.WEIGHTS[:1]}.items():
         monkeypatch.setattr(program, name, value)
     monkeypatch.setitem(random_target.SHAPES, "tiny", tiny_config("llama"))
     return program

@@ -18,7 +18,7 @@ from specserve.engine.build import Built, build
 from specserve.errors import CapacityError
 from specserve.ops import Input, capture
 from specserve.ops.backend import KernelOptions
-from specserve.ops.capture import Captured, recorded_bytes, recording_shown
+from specserve.ops.capture import Captured, recorded_bytes, recording_at_start
 from specserve.registry import KERNELS
 from specserve.testing import fake_cuda, write_tiny_model
 
@@ -103,9 +103,10 @@ def test_a_start_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, caplog:
         seen.append(len(numbers))
         return doubled(plan, numbers)
 
-    monkeypatch.setattr(capture, "_LONGEST_S", 0.0)
+    monkeypatch.setattr(capture, "LONGEST_S", 0.0)
     with gpu() as ops:
-        captured = Captured(ops, noted, INPUTS, 8)
+        with recording_at_start(progress=False):
+            captured = Captured(ops, noted, INPUTS, 8)
         assert set(seen) == {8}
         assert "Of 3 graphs 1 were captured within 0 s" in caplog.text
         captured.start([torch.arange(2).numpy()], 2)
@@ -117,13 +118,13 @@ def test_a_start_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, caplog:
 def test_captures_are_shown(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with gpu() as ops:
         for visible in (False, True):
-            with recording_shown(visible):
+            with recording_at_start(visible):
                 Captured(ops, doubled, INPUTS, 8)
             shown = capsys.readouterr()
             assert ("Capturing graphs" in shown.err) == visible
             assert shown.out == ""
         Captured(ops, doubled, INPUTS, 8)
-        with recording_shown(True):
+        with recording_at_start(progress=True):
             Captured(ops, doubled, INPUTS, 1)
         assert capsys.readouterr().err == "", "one is no work to wait for"
         started(tiny, progress=True)
