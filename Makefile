@@ -26,6 +26,8 @@ REPEATED := --hypothesis-profile=repeated
 CONTRACT_FLAGS ?=
 PYTHONS ?= $(PYTHON)
 TORCH ?=
+# The newest whose interpreter and compiler passed; releases of torch for CUDA bring their own, from 3.6 on.
+TRITON ?= triton==3.9.*
 RELEASES ?= bookworm trixie
 TRY_FLAGS ?=
 GPU_DEVICE ?= cuda
@@ -59,6 +61,9 @@ TRY_NATIVE := from specserve.kernels import _native; print("native kernels", _na
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("platlib"))
 SANITIZE := build/sanitize
 BARE := build/bare
+WITH_TRITON := build/triton
+OF_TRITON := $(wildcard tests/kernels/test_triton*.py) tests/kernels/test_adapters.py $(foreach file,steps adapters,\
+  tests/cuda/test_$(file).py::test_the_kernels_themselves_are_replayed_and_are_the_reference_s)
 # What passes for a CPU without AVX-512: torch's own code, oneDNN and our kernels, which choose the dtype with it.
 HIDE_AVX512 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 SPECSERVE_ISA=avx2
 HAS_AVX512 := $(if $(SPECSERVE_ISA),,$(shell grep -o -m 1 avx512_bf16 /proc/cpuinfo 2>/dev/null))
@@ -76,7 +81,7 @@ OF_THE_CPU := --ignore=tests/kernels/test_cpu.py tests/kernels tests/models/test
 QUICK := tests/cache tests/drafters tests/speculation tests/engine/test_engine.py tests/sampling/test_noise.py \
   tests/sampling/test_edits.py tests/server/wire tests/test_structure.py tests/docs/test_reference.py tests/test_registry.py
 
-.PHONY: help env gpu demo serve test builds quick check lint types format pytest pytest-avx2 sanitize browser ray ray-llm dynamo contract recipes wheel sdist bare try-wheel pythons clean
+.PHONY: help env gpu demo serve test builds quick check lint types format pytest pytest-avx2 triton sanitize browser ray ray-llm dynamo contract recipes wheel sdist bare try-wheel pythons clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -110,10 +115,10 @@ serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 with OpenAI'
 # What keeps one core busy runs side by side; tests share the cores out themselves.
 test: $(STAMP) ## Everything CI runs: lint, types and tests, those of the real model too; of the slow ones today's sixth.
 	@$(MAKE) --no-print-directory -j2 --output-sync check builds
-	@$(MAKE) --no-print-directory pytest pytest-avx2
+	@$(MAKE) --no-print-directory pytest pytest-avx2 triton
 	@$(MAKE) --no-print-directory -j2 --output-sync sanitize bare
 
-builds: $(BARE)/.made $(SANITIZE)/.made ## Make what `sanitize` and `bare` run in.
+builds: $(BARE)/.made $(SANITIZE)/.made $(WITH_TRITON)/.made ## Make what `sanitize`, `bare` and `triton` run in.
 
 quick: check ## Lint, types and the tests of the core: what to run between two commits. About a minute on two cores.
 	@echo "== pytest, the core"
@@ -145,6 +150,17 @@ ifneq ($(HAS_AVX512),)
 else
 	@echo "== no AVX-512 that could be hidden"
 endif
+
+# Beside the environment: it takes 1 GB, which nothing else needs on a CPU.
+$(WITH_TRITON)/.made: | $(STAMP)
+	@echo "== $(TRITON)"
+	@rm -rf $(WITH_TRITON)
+	@$(PIP) install --no-compile --no-deps --target $(WITH_TRITON) "$(TRITON)"
+	@touch $@
+
+triton: $(WITH_TRITON)/.made ## Test the kernels for GPUs without a GPU: interpreted, and compiled for five chips (fetches 300 MB).
+	@echo "== Triton's kernels, interpreted and compiled; slow tests: share $(or $(SHARE),1 of 1)"
+	@PYTHONPATH=$(WITH_TRITON) $(SHARED) -n $(PROCESSES) -k "triton or themselves" --durations=5 $(OF_TRITON) $(PYTEST_FLAGS)
 
 format: $(STAMP) ## Format the code and fix what ruff can fix.
 	@$(BIN)/ruff check --quiet --fix .

@@ -58,7 +58,8 @@ def tiles_for(
     There are four buckets of rows, and all of a bucket are cut alike."""
     block_m = next((m for m in (16, 32, 64) if rows <= m), 128)
     if block_m == 128:
-        cut = Tiles(block_m, 32 if is_int4 else 64, 8, _MOST_STAGES[block_m])  # wider ones of int4 spill registers
+        is_narrow = is_int4 or is_quantized  # wider ones spill registers
+        cut = Tiles(block_m, 32 if is_narrow else 64, 8, _MOST_STAGES[block_m])
     elif n < _NARROW and not is_quantized:
         cut = Tiles(block_m, 16, 2, _MOST_STAGES[block_m])
     else:

@@ -7,7 +7,8 @@ from typing import Any
 
 def mend_interpreter() -> None:
     """Let kernels use numbers as loop bounds: Triton 3.6 asks NumPy for int() of an array of one, which NumPy 2.4
-    refuses. Only where Triton was imported with TRITON_INTERPRET=1."""
+    refuses. And let a truth value stay one where it is repeated, as masks are: Triton 3.9 makes integers of it. Only
+    where Triton was imported with TRITON_INTERPRET=1."""
     import triton
     from triton.runtime import interpreter
 
@@ -20,5 +21,14 @@ def mend_interpreter() -> None:
         plain(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    splat = interpreter.InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, *args: Any) -> Any:
+        found, given = splat(self, *args), args[-1]
+        if given.data.dtype == bool:
+            found.data = found.data.astype(bool)
+        return found
+
+    interpreter.InterpreterBuilder.create_splat = create_splat
     patch.is_mended = True  # type: ignore[attr-defined]
     interpreter._patch_lang_tensor = patch

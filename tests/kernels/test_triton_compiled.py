@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 
-def test_kernels_compile(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", sorted(Path(__file__).parent.glob("triton_compiled*.py")), ids=lambda file: file.stem)
+def test_kernels_compile(tmp_path: Path, file: Path) -> None:
     """In a process of its own: where Triton interprets, it does not compile."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    files = sorted(map(str, Path(__file__).parent.glob("triton_compiled*.py")))
-    done = subprocess.run([*command, *files], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, str(file)], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
