@@ -9,9 +9,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL ?= smollm2-135m
 PYTEST_FLAGS ?=
-# Slow tests take three quarters of the time of all: a sixth of them runs, another each day. SHARE= runs all, and so does
+# Slow tests take three quarters of the time of all: an eighth of them runs, another each day. SHARE= runs all, and so does
 # whoever picks tests.
-SHARE ?= $(if $(PYTEST_FLAGS),,$(shell echo $$(($$(date +%s) / 86400 % 6)))/6)
+SHARE ?= $(if $(PYTEST_FLAGS),,$(shell echo $$(($$(date +%s) / 86400 % 8)))/8)
 # Tests run in several processes, but for those that measure what one server costs, which run alone behind them. pytest's
 # status 5 is that PYTEST_FLAGS picked none of a part.
 PROCESSES ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
@@ -113,7 +113,7 @@ serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 with OpenAI'
 	@$(BIN)/specserve serve $(MODEL) $(SERVE_FLAGS)
 
 # What keeps one core busy runs side by side; tests share the cores out themselves.
-test: $(STAMP) ## Everything CI runs: lint, types and tests, those of the real model too; of the slow ones today's sixth.
+test: $(STAMP) ## Everything CI runs: lint, types and tests, those of the real model too; of the slow ones today's eighth.
 	@$(MAKE) --no-print-directory -j2 --output-sync check builds
 	@$(MAKE) --no-print-directory pytest pytest-avx2 triton
 	@$(MAKE) --no-print-directory -j2 --output-sync sanitize bare
@@ -160,7 +160,7 @@ $(WITH_TRITON)/.made: | $(STAMP)
 
 triton: $(WITH_TRITON)/.made ## Test the kernels for GPUs without a GPU: interpreted, and compiled for five chips (fetches 300 MB).
 	@echo "== Triton's kernels, interpreted and compiled; slow tests: share $(or $(SHARE),1 of 1)"
-	@PYTHONPATH=$(WITH_TRITON) $(SHARED) -n $(PROCESSES) -k "triton or themselves" --durations=5 $(OF_TRITON) $(PYTEST_FLAGS)
+	@PYTHONPATH=$(WITH_TRITON) $(SHARED) -n $(PROCESSES) --dist worksteal -k "triton or themselves" --durations=5 $(OF_TRITON) $(PYTEST_FLAGS)
 
 format: $(STAMP) ## Format the code and fix what ruff can fix.
 	@$(BIN)/ruff check --quiet --fix .
