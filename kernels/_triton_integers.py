@@ -65,10 +65,20 @@ def tiles_for(
     else:
         cut = Tiles(block_m, 32, 4, _MOST_STAGES[block_m])
     if shared_memory <= _SHARED_MEMORY_OF_AMD:
-        cut = cut._replace(num_stages=1 if is_int4 else 2)
+        return _tiles_for_amd(block_m, is_int4, is_quantized)
     while cut.num_stages > 1 and cut.shared_memory(is_int4) > shared_memory - _RESERVED:
         cut = cut._replace(num_stages=cut.num_stages - 1)
     return cut
+
+
+def _tiles_for_amd(most: int, is_int4: bool, is_quantized: bool) -> Tiles:
+    """For so many rows at most. What is on its way is in registers, and none of these tiles spills any."""
+    if is_int4 and is_quantized:
+        return Tiles(16, 64, 2, 1)
+    block_m = min(most, 32) if is_quantized else most
+    is_wide = block_m <= 32  # as those of whole groups have to be
+    num_warps = {16: 2, 32: 4, 64: 4, 128: 8}[block_m]
+    return Tiles(block_m, 32 if is_wide else 16, num_warps, 1 if is_int4 else 2)
 
 
 def quantize(x: Tensor) -> Rows:

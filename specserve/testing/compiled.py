@@ -29,6 +29,7 @@ CHIPS: dict[str, tuple[tuple[str, int | str, int], int]] = {  # and bytes of sha
 }
 ALL_CHIPS = os.environ.get("SPECSERVE_ALL_CHIPS") == "1"  # every kernel for every chip, which takes minutes
 ASIDE = 32  # bytes of a thread's stack: addresses that ptxas puts aside before a loop and takes up behind it
+SPILLED = re.compile(r"\.vgpr_spill_count:\s+(\d+)")
 MMA = re.compile(r"(?:mma\.sync|wgmma\.mma_async)\S*\s+\{([^}]*)\}")
 
 
@@ -67,11 +68,14 @@ class Compiler:
         return self.found[0]
 
     def check(self, kernel: Any) -> None:
-        """It fits into shared memory and, on NVIDIA's chips, spills no registers."""
+        """It fits into shared memory, and spills no registers."""
         assert kernel.metadata.shared <= self.shared_memory, kernel.metadata
         if self.is_cuda:
             usage = resources(kernel)
             assert usage["LOCAL"] == 0 and usage["STACK"] <= ASIDE, f"{kernel.metadata.name} spills: {usage}"
+        else:
+            spilled = SPILLED.findall(kernel.asm["amdgcn"])
+            assert spilled == ["0"], f"{kernel.metadata.name} spills: {spilled} registers"
 
     def buckets(self, rows_of: Sequence[Sequence[int]], run: Callable[[int], object], most: int = 2) -> list[Any]:
         """The kernel of each bucket; all its numbers of rows have the same one. Of many buckets at most so many are

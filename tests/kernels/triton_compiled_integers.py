@@ -95,6 +95,15 @@ def test_layers_with_activations(chip: Compiler, form: str) -> None:
             chip.check(kernel)
 
 
+@on("MI300", "RX 7900")
+def test_gated_of_int4_where_registers_are_few(chip: Compiler) -> None:
+    own = weight("int4", 2 * 1536, 576)
+    for kernel in chip.buckets(
+        BUCKETS if ALL_CHIPS else BUCKETS[-1:], lambda n: integers.gated(rows(n, 576), own, "silu")
+    ):
+        chip.check(kernel)
+
+
 @on("A100")
 def test_rows(chip: Compiler) -> None:
     residual, of_norm = empty(3, 576, dtype=FLOAT32), empty(576, dtype=FLOAT32)
