@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from specserve.cache.sizing import GIB, logit_rows, own_memory, plan_blocks, step_bytes
 from specserve.cache.storage import KVShape, KVStorage
 from specserve.config import EngineConfig
@@ -18,7 +20,7 @@ from specserve.models.sharding import Shard, divided_experts, sharded
 from specserve.models.spec import DecoderSpec, shorten
 from specserve.ops import Ops
 from specserve.parallel.layout import Layout as Parts
-from specserve.parallel.start import stages_of
+from specserve.parallel.start import check_gpus, stages_of
 
 Row = tuple[str, str]
 
@@ -89,12 +91,8 @@ def check(
         return [("processes", _elsewhere(layout))], []
     rows = [("processes", _processes(layout))]
     faults: list[SpecserveError] = []
-    if layout.num_replicas * layout.num_ranks * layout.num_stages > 1 and not device.startswith("cpu"):
-        faults.append(
-            ConfigError(
-                f"Replicas and divided models share a CPU, and an engine here takes {device}: start with --device cpu."
-            )
-        )
+    if not device.startswith("cpu"):
+        faults += _gpu_faults(layout, device)
     if layout.num_ranks * layout.num_stages > 1:
         try:
             ops.peers(mmap.mmap(-1, mmap.PAGESIZE), 0, 1)
@@ -114,7 +112,7 @@ def check(
     if faults:  # there are no parts whose memory could be told
         return rows, faults
     try:
-        rows += _memory(estimate(layout, folder, ops, free), layout, free)
+        rows += _memory(estimate(layout, folder, ops, free), layout, free, ops.device.type != "cpu")
         if layout.is_apart:
             rows.append(("other hosts", _other_hosts(layout, folder, ops)))
     except CapacityError as error:
@@ -154,6 +152,19 @@ def _processes(layout: Layout) -> str:
     if number > cores:
         return f"{what}: more processes than cores, which slow each other down; start at most {cores}"
     return f"{what}: more threads than cores, which slow each other down; --threads {share} is each one's share"
+
+
+def _gpu_faults(layout: Layout, device: str) -> list[SpecserveError]:
+    """Why these processes do not compute on GPUs from this one on."""
+    if layout.num_replicas > 1:
+        said = f"Replicas share a CPU, and an engine here takes {device}: start with --device cpu, or one server a GPU."
+        return [ConfigError(said)]
+    try:
+        if layout.num_ranks * layout.num_stages > 1:
+            check_gpus(layout.config, torch.device(device))
+    except ConfigError as error:
+        return [error]
+    return []
 
 
 def _divided(layout: Layout, spec: DecoderSpec, ops: Ops) -> tuple[list[Row], list[SpecserveError]]:
@@ -196,17 +207,20 @@ def _experts(spec: DecoderSpec, num_replicas: int) -> str:
 
 
 def estimate(layout: Layout, folder: Path, ops: Ops, free: int) -> Estimate:
-    """What engines of a native model take that are started with so many bytes free, and the processes beside them.
-    Drafters that run models, and adapters, are not in it. Raises CapacityError where it is not there."""
+    """What engines of a native model take that are started with so many bytes free, and the processes beside them; on
+    GPUs that have so many free each, what the fullest of them holds. Drafters that run models, and adapters, are not in
+    it. Raises CapacityError where it is not there."""
     config, number = layout.config, layout.num_replicas
     tensors, spec = check_tensors(folder), _spec(layout, folder)
     whole = _whole(layout, spec, ops)
     ranks = range(1 if layout.is_apart else whole.size)
     parts = [part_bytes(tensors, spec, ops, whole.shard(rank), whole.layers(rank)) for rank in ranks]
-    weights = sum(part.mapped + number * part.own for part in parts)
+    is_on_gpu = ops.device.type != "cpu"
+    weights = (max if is_on_gpu else sum)([part.mapped + number * part.own for part in parts])
     tokenizer = _TOKENIZER_BYTES * spec.vocab_size
     # A process of an engine has for itself what this one has: the interpreter, torch and the modules of an engine.
     processes = number * (len(ranks) * own_memory() + tokenizer) + _LIBRARY_BYTES + _beside(layout, tokenizer)
+    processes = 0 if is_on_gpu else processes
     rows = config.max_num_batched_tokens
     step = step_bytes(rows, spec.step_width, logit_rows(spec.vocab_size, config.max_num_seqs, rows), spec.vocab_size)
     left = free - weights - processes - number * step
@@ -215,8 +229,10 @@ def estimate(layout: Layout, folder: Path, ops: Ops, free: int) -> Estimate:
             f"Weights take {_gib(weights)}, processes {_gib(processes)} and steps {_gib(number * step)}, and "
             f"{_gib(free)} are free. {_less(layout)}."
         )
-    shapes = [shape for rank in ranks for shape in _kv_shapes(spec, whole, rank)]
-    per_block = KVStorage.bytes_per_block(shapes, config.block_size, ops.kv_dtype)
+    shapes = [_kv_shapes(spec, whole, rank) for rank in ranks]
+    per_block = (max if is_on_gpu else sum)(
+        [KVStorage.bytes_per_block(each, config.block_size, ops.kv_dtype) for each in shapes]
+    )
     limits = config.block_size, spec.max_len, config.max_num_seqs, config.kv_cache_gib
     try:
         num_blocks, why = plan_blocks(left // number, per_block, *limits)
@@ -251,12 +267,13 @@ def _less(layout: Layout) -> str:
     return f"Start {few}a smaller model or --quantization int4, or free some memory"
 
 
-def _memory(found: Estimate, layout: Layout, free: int) -> list[Row]:
-    where = "on this host" if layout.is_apart else "in all"
+def _memory(found: Estimate, layout: Layout, free: int, is_on_gpu: bool) -> list[Row]:
+    where = "on each GPU" if is_on_gpu else "on this host" if layout.is_apart else "in all"
     beside = f"weights {_gib(found.weights)}, processes {_gib(found.processes)}, steps up to {_gib(found.step)} {where}"
     caches = "of each engine" if layout.num_replicas > 1 else "of the engine"
     if layout.num_ranks * layout.num_stages > 1:
-        caches += ", this process's part" if layout.is_apart else ", all its processes together"
+        part = "each process's part" if is_on_gpu else "this process's part"
+        caches += f", {part}" if is_on_gpu or layout.is_apart else ", all its processes together"
     return [
         ("memory", f"{beside}, of {_gib(free)} that are free, without drafters' models and adapters"),
         ("KV cache", f"{caches}: {found.why.removeprefix('KV cache: ')}"),

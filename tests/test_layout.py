@@ -21,7 +21,7 @@ from specserve.layout import Layout, check, estimate
 from specserve.models.loader import check_tensors, load_model, native_spec, part_bytes
 from specserve.models.sharding import Shard
 from specserve.ops import choice
-from specserve.testing import write_tiny_model
+from specserve.testing import fake_cuda, write_tiny_model
 
 PLENTY = 2**36
 
@@ -169,10 +169,34 @@ def test_of_processes_on_several_hosts_each_has_its_part(folder: Path, ops: Any)
     assert not faults
 
 
-def test_gpus_are_refused_before_a_start(folder: Path, ops: Any) -> None:
-    _, faults = check(laid_out(2, 1), folder, ops, "cuda:0", PLENTY)
-    assert "start with --device cpu" in str(faults[0])
-    assert check(laid_out(1, 1, 2), folder, ops, "cuda:0", PLENTY)[1] == []
+@pytest.mark.parametrize(
+    ("layout", "count", "said"),
+    [
+        (laid_out(2, 1), 2, "start with --device cpu"),
+        (laid_out(1, 2), 1, "--tensor-parallel-size 2 takes cuda:0 to cuda:1, and torch sees cuda:0 to cuda:0 here"),
+        (laid_out(1, 2), 2, None),
+        (laid_out(1, 2, stages=2), 4, "--pipeline-parallel-size: processes with a GPU each divide layers"),
+        (laid_out(1, 1, 2), 1, None),
+    ],
+)
+def test_what_gpus_do_not_do_is_told_before_a_start(
+    folder: Path, ops: Any, layout: Layout, count: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    faults = check(layout, folder, ops, "cuda:0", PLENTY)[1]
+    assert not faults if said is None else said in str(faults[0])
+
+
+def test_each_gpu_holds_its_part(folder: Path, ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPECSERVE_ISA", raising=False)
+    with fake_cuda() as device:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        there = choice.choose_ops(device, "auto", "auto", 1)
+        one, two = (estimate(laid_out(1, ranks), folder, there, PLENTY) for ranks in (1, 2))
+        assert one.weights / 2 < two.weights < one.weights, "but for the embedding and the norms, which each has"
+        assert two.kv == one.kv / 2
+        rows = dict(check(laid_out(1, 2), folder, there, "cuda:0", PLENTY)[0])
+    assert "on each GPU" in rows["memory"] and "each process's part" in rows["KV cache"]
 
 
 def test_doctor_shows_a_layout_and_ends_with_what_is_wrong_in_it(

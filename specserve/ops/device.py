@@ -78,7 +78,7 @@ def within_memory() -> Iterator[None]:
         ) from error
 
 
-def check_gpus(device: torch.device, count: int) -> None:
+def check_number(device: torch.device, count: int) -> None:
     """Raises ConfigError where there are not so many GPUs from `device` on, one for each process of a model."""
     assert device.index is not None, "chosen"
     last, there = device.index + count - 1, torch.cuda.device_count() - 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
+import torch
+
 from specserve.cache.sizing import free_memory
 from specserve.checkpoint.identity import model_digest
 from specserve.config import EngineConfig
@@ -14,7 +16,7 @@ from specserve.models.sharding import sharded
 from specserve.models.spec import DecoderSpec, shorten
 from specserve.models.stages import divided
 from specserve.ops import Ops
-from specserve.ops.device import check_gpus
+from specserve.ops.device import check_number
 from specserve.parallel.address import Address
 from specserve.parallel.hosts import Gate
 from specserve.parallel.joined_ranks import JoinedRanks
@@ -32,7 +34,7 @@ def start_ranks(config: EngineConfig, folder: Path, ops: Ops, threads: int, puls
         return None
     ops.peers(mmap.mmap(-1, mmap.PAGESIZE), 0, 1)  # kernels that have none say so before anything is begun
     if is_on_gpu := ops.device.type != "cpu":
-        _check_gpus(config, ops)
+        check_gpus(config, ops.device)
     spec = native_spec(folder)
     spec = spec if max_len is None else shorten(spec, max_len)
     layout = Layout(size, stages_of(spec, size, num_stages, ops))
@@ -49,14 +51,14 @@ def start_ranks(config: EngineConfig, folder: Path, ops: Ops, threads: int, puls
     return ranks
 
 
-def _check_gpus(config: EngineConfig, ops: Ops) -> None:
+def check_gpus(config: EngineConfig, device: torch.device) -> None:
     """Raises ConfigError for what processes with a GPU each do not do, and where there are too few of these."""
     on_gpus = "processes with a GPU each divide layers, with --tensor-parallel-size, on one host."
     if config.pipeline_parallel_size > 1:
         raise ConfigError(f"--pipeline-parallel-size: {on_gpus}")
     if config.ranks_listen is not None:
         raise ConfigError(f"--ranks-listen: {on_gpus}")
-    check_gpus(ops.device, config.tensor_parallel_size)
+    check_number(device, config.tensor_parallel_size)
 
 
 def _begun(config: EngineConfig, folder: Path, layout: Layout, spec: DecoderSpec, ops: Ops, pulse: int) -> Ranks:
