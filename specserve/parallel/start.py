@@ -58,6 +58,10 @@ def check_gpus(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError(f"--pipeline-parallel-size: {on_gpus}")
     if config.ranks_listen is not None:
         raise ConfigError(f"--ranks-listen: {on_gpus}")
+    if config.attention == "flash":
+        raise ConfigError(
+            "--attention flash: several GPUs compute it exactly, as all have to do it alike. Leave it out."
+        )
     check_number(device, config.tensor_parallel_size)
 
 

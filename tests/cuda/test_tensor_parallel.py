@@ -107,6 +107,7 @@ def test_a_process_that_ends_is_told(tiny: Path, two: None) -> None:
     [
         ({"tensor_parallel_size": 3}, "size 3 takes cuda:0 to cuda:2, and torch sees cuda:0 to cuda:1 here"),
         ({"pipeline_parallel_size": 2}, "pipeline-parallel-size: processes with a GPU each divide layers"),
+        ({"tensor_parallel_size": 2, "attention": "flash"}, "--attention flash: several GPUs compute it exactly"),
     ],
 )
 def test_what_gpus_do_not_do_is_refused(tiny: Path, two: None, options: dict[str, Any], why: str) -> None:
