@@ -9,9 +9,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL ?= smollm2-135m
 PYTEST_FLAGS ?=
-# Slow tests take three quarters of the time of all: an eighth of them runs, another each day. SHARE= runs all, and so does
+# Slow tests take three quarters of the time of all: a twelfth of them runs, another each day. SHARE= runs all, and so does
 # whoever picks tests.
-SHARE ?= $(if $(PYTEST_FLAGS),,$(shell echo $$(($$(date +%s) / 86400 % 8)))/8)
+SHARE ?= $(if $(PYTEST_FLAGS),,$(shell echo $$(($$(date +%s) / 86400 % 12)))/12)
 # Tests run in several processes, but for those that measure what one server costs, which run alone behind them. pytest's
 # status 5 is that PYTEST_FLAGS picked none of a part.
 PROCESSES ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
@@ -113,7 +113,7 @@ serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 with OpenAI'
 	@$(BIN)/specserve serve $(MODEL) $(SERVE_FLAGS)
 
 # What keeps one core busy runs side by side; tests share the cores out themselves.
-test: $(STAMP) ## Everything CI runs: lint, types and tests, those of the real model too; of the slow ones today's eighth.
+test: $(STAMP) ## Everything CI runs: lint, types and tests, those of the real model too; of the slow ones today's twelfth.
 	@$(MAKE) --no-print-directory -j2 --output-sync check builds
 	@$(MAKE) --no-print-directory pytest pytest-avx2 triton
 	@$(MAKE) --no-print-directory -j2 --output-sync sanitize bare
