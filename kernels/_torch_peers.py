@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class DevicePeers:
 class DevicePeerOps:
     """The ops of steps that several processes compute together."""
 
-    device: torch.device
+    _tensors: Callable[[Any], Any]  # a plan's on the device, as the backend has them
 
     def peers(self, memory: Shared, rank: int, count: int, gather: Gather | None = None) -> Peers:
         assert gather is None, "start_ranks has refused other hosts"
@@ -90,9 +90,6 @@ class DevicePeerOps:
         own[:, : x.shape[1]] = x
         parts = _gathered(own, peers)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
-
-    def _tensors(self, plan: Any) -> Any:
-        raise NotImplementedError
 
 
 def _gathered(x: Tensor, peers: Peers) -> Tensor:

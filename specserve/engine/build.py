@@ -176,9 +176,8 @@ def _find(config: EngineConfig, threads: int, progress: bool) -> tuple[Path, Ops
     ops = as_stored(folder, ops, choose) if config.quantization == "auto" else ops
     warn_of_lacking(ops)
     bits, size, has_adapters = config.bit_identity, config.block_size, bool(config.max_loras)
-    attention = (
-        config.attention if config.tensor_parallel_size == 1 else "exact"
-    )  # of GPUs; start_ranks refuses "flash"
+    # Several GPUs: start_ranks refuses "flash".
+    attention = config.attention if config.tensor_parallel_size == 1 else "exact"
     ops = tested(ops, folder, partial(choose, config.quantization), attention, bits, size, has_adapters)
     torch.set_num_threads(1 if ops.has_own_threads else threads)
     return folder, ops

@@ -160,7 +160,9 @@ class Captured(Generic[T]):
             own[: len(given)] = given
             return own
         short = -len(given) % multiple
-        padded = np.pad(given, (0, short), constant_values=of.padding)  # a copy, which may be written to
+        padded = np.pad(given, (0, short), constant_values=of.padding) if short else given
+        if not padded.flags.writeable:  # it came in a message, and torch warns of such
+            padded = padded.copy()
         return torch.from_numpy(padded).to(self._ops.device)
 
 
