@@ -4,6 +4,7 @@ what it gives, what a step of 1 to 64 rows takes, and what transformers takes fo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,7 @@ def measure_engines(report: Report, model: str = DEFAULT_MODEL, device: str = "c
 
 def sections(model: str, engine: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Their names, and what measures them."""
+    yield "ahead", partial(ahead, model, {**engine, "dtype": "bfloat16"})
     for weights in WEIGHTS:
         yield f"engine {'_'.join(weights.values())}", partial(measured, model, {**engine, **weights})
     flash = {**engine, "dtype": "bfloat16", "block_size": 256, "bit_identity": False}
@@ -77,6 +79,25 @@ def measured(model: str, engine: dict[str, Any]) -> dict[str, Any]:
             flush=True,
         )
     return {"steps": steps, "grid": found}
+
+
+def ahead(model: str, engine: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds of a step of plain decoding by streams, in turns: where each begins when the one before it has ended
+    for everybody, and where it begins ahead, as it does on a GPU."""
+    with LLM(model, drafter="none", max_num_seqs=max(CONCURRENCY), **engine) as llm:
+        asked, found = spread(load_prompts(), NUM_PROMPTS), {}
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        for streams in CONCURRENCY:
+            took: dict[bool, list[float]] = {False: [], True: []}
+            for _ in range(REPEATS):
+                for begins_ahead, times in took.items():
+                    llm.engine.begins_ahead = begins_ahead
+                    begun = time.perf_counter()
+                    llm.generate([each.text for each in asked[:streams]], params)
+                    times.append(1000 * (time.perf_counter() - begun) / NUM_TOKENS)
+            found[str(streams)] = {"plain_ms": median(took[False]), "ahead_ms": median(took[True])}
+            print(f"  {streams:3} at once: {median(took[False]):.3f} ms, ahead {median(took[True]):.3f} ms", flush=True)
+    return found
 
 
 def steps_of(model: str, engine: dict[str, Any]) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from specserve.checkpoint.generation_config import AUTO, check_named, stated_by
 from specserve.config import DEFAULT_MODEL, EngineConfig
 from specserve.engine.build import build
 from specserve.engine.compiling import Compiling
-from specserve.engine.outputs import Chunk, Collector, RequestOutput
 from specserve.engine.port import LocalPort, ThreadPort
 from specserve.engine.request import Request
 from specserve.errors import SpecserveError
 from specserve.machine.ownership import Ownership
+from specserve.outputs import Chunk, Collector, RequestOutput
 from specserve.prompts import Messages, Prediction, Prompt, Requests
 from specserve.types import Event, SamplingParams
 

@@ -27,11 +27,11 @@ from specserve.engine.build import Built, build
 from specserve.engine.compiling import Compiling
 from specserve.engine.counters import Counters
 from specserve.engine.engine import Engine
-from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
 from specserve.engine.port import LocalPort
 from specserve.engine.request import Request
 from specserve.errors import EngineError, Interrupted, ModelError, SpecserveError
 from specserve.machine.ownership import Ownership, interrupted_after
+from specserve.outputs import Chunk, Collector, CompletionOutput, RequestOutput
 from specserve.prompts import (
     Messages,
     Prediction,

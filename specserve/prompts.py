@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any, TypeAlias, cast
 
 from specserve.checkpoint.generation_config import sampling_params
-from specserve.engine.outputs import RequestOutput
 from specserve.engine.request import Request
 from specserve.errors import InputError
+from specserve.outputs import RequestOutput
 from specserve.sampling import bad_words
 from specserve.text.reasoning_split import splitting
 from specserve.text.tokenizer import Tokenizer

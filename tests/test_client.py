@@ -22,8 +22,8 @@ from aiohttp import ClientResponse, web
 import specserve
 from specserve import AsyncClient, Client
 from specserve.client import transport
-from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.errors import ConfigError, InputError, ServerError
+from specserve.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.wire.errors import WireError, overloaded, unauthorized, unavailable
 from specserve.server.wire.json.pieces import json_text
 from specserve.server.wire.openai.replies import Reply, chat_body, completion_body, model_list

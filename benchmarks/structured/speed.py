@@ -26,8 +26,8 @@ import jsonschema_rs
 from cases import Case, distinct, made_schemas, schema_cases, tool_calls
 
 from specserve import LLM, SamplingParams
-from specserve.engine.outputs import CompletionOutput
 from specserve.errors import InputError
+from specserve.outputs import CompletionOutput
 from specserve.structured.base import RefusedError
 
 MARK, WORST_MARK = 0.80, 1.05

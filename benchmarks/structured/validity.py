@@ -29,7 +29,7 @@ import jsonschema_rs
 from cases import Case, distinct, made_schemas, schema_cases, suite_schemas, tool_calls
 
 from specserve import LLM, SamplingParams
-from specserve.engine.outputs import CompletionOutput
+from specserve.outputs import CompletionOutput
 from specserve.structured.base import RefusedError
 from specserve.structured.compiler import Compiler
 from specserve.structured.spec import Structured

@@ -95,6 +95,8 @@ class VerifySteps:
         host = DirectHost(_WrongDrafter(never), vocabulary, self._llm.config.drafter_timeout_s)
         self._engine.use(host, 0)
         self._own.enter_context(self._llm.exclusive())
+        self._own.callback(setattr, self._engine, "begins_ahead", self._engine.begins_ahead)
+        self._engine.begins_ahead = False  # each step by itself
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -51,7 +51,7 @@ class DynamoOptions:
 
 if TYPE_CHECKING:
     from specserve.async_llm import AsyncLLM
-    from specserve.engine.outputs import Chunk
+    from specserve.outputs import Chunk
 
     WorkerOptions = DynamoOptions
 else:

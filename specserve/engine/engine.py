@@ -17,7 +17,8 @@ from specserve.engine.scheduler import Scheduler
 from specserve.engine.validate import check_first_token
 from specserve.errors import ConfigError
 from specserve.runtime.executor import Executor, StepOutput
-from specserve.runtime.pack import Step, pack_step
+from specserve.runtime.pack import Step, StepInput, pack_step
+from specserve.sampling.edits import changes_logits
 from specserve.sampling.inputs import num_logit_rows
 from specserve.speculation.controller import DraftController
 from specserve.speculation.host import DraftHost
@@ -30,6 +31,15 @@ _BROKEN_KV = (
     "The model's keys or values of token {} are NaN or infinite: the model or its precision cannot handle this input. "
     "Try another dtype."
 )
+
+
+@dataclass(slots=True)
+class _Packed:
+    """A step that may begin."""
+
+    step: Step
+    inputs: StepInput
+    scored: list[Sequence]
 
 
 @dataclass(slots=True)
@@ -68,6 +78,7 @@ class Engine:
         self.limits = limits
         self.counters = counters
         self._begin_text = begin_text
+        self.begins_ahead = executor.is_asynchronous  # whether steps may begin before the last one is spoken of
         self.requests: dict[str, list[Sequence]] = {}  # waiting or running
         self._num_arrived = 0
         self._under_way: deque[_UnderWay] = deque()
@@ -134,7 +145,8 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Verify one draft, possibly empty, of every sequence of a step whose prompt is computed; returns what each
-        said. Where the executor takes several steps at once others are under way then, which later calls end."""
+        said. Others may be under way then, which later calls end: where the executor takes several steps at once, or
+        the next one has begun before this one is spoken of."""
         try:
             num_steps = self.scheduler.num_steps()
             while len(self._under_way) < num_steps and self._begin():
@@ -148,33 +160,42 @@ class Engine:
 
     def _begin(self) -> bool:
         """Begin a step; says whether there is any: all that wait may lack blocks, which others have that await KV."""
-        timed, mask_s, begun = self.counters.timed, -self.counters.seconds["mask"], time.perf_counter()
-        with timed("total"):
+        begun = self._times()
+        with self.counters.timed("total"):
             step = self.scheduler.pick()
             if not step.seqs:
                 return False
             self.drafting.draft(step)
             level(step)
-            inputs, scored = pack_step(step, self.executor.row_multiple)
-            self.executor.start(inputs)
-            masks = Masks(step.sampled, -(-self.limits.vocab_size // 32))
-            with timed("mask"):
-                masks.fill()
+            self._start(_Packed(step, *pack_step(step, self.executor.row_multiple)), begun)
+        return True
+
+    def _start(self, packed: _Packed, begun: tuple[float, float]) -> None:
+        """A step is under way from now on, that was begun at these times."""
+        step = packed.step
+        self.executor.start(packed.inputs)
+        masks = Masks(step.sampled, -(-self.limits.vocab_size // 32))
+        with self.counters.timed("mask"):
+            masks.fill()
         self.scheduler.begin(step)
         load, is_alone = step_load(step), not self._under_way
         for other in self._under_way:
             other.is_alone = False
-        mask_s += self.counters.seconds["mask"]
-        seconds = time.perf_counter() - begun
-        self._under_way.append(_UnderWay(step, scored, masks, load, is_alone, seconds, mask_s, len(step.decoding)))
-        return True
+        now, mask_s = self._times()
+        took = now - begun[0], mask_s - begun[1]
+        self._under_way.append(_UnderWay(step, packed.scored, masks, load, is_alone, *took, len(step.decoding)))
+
+    def _times(self) -> tuple[float, float]:
+        """Now, and how long masks took until now."""
+        return time.perf_counter(), self.counters.seconds["mask"]
 
     def _end_step(self) -> list[Event]:
         """Finish the oldest step under way, keep what it said, and tell everybody of it, each once."""
-        timed, mask_s, begun = self.counters.timed, -self.counters.seconds["mask"], time.perf_counter()
+        timed, (begun, mask_begun) = self.counters.timed, self._times()
         ending = self._under_way[0]
         step = ending.step
         with timed("total"):
+            following = self._pack_ahead(step) if self.begins_ahead else None
             out = self.executor.finish(ending.masks.finish)
             self._under_way.popleft()
             self.scheduler.end()
@@ -189,10 +210,12 @@ class Engine:
             drafted = sum(len(each.draft) for each in step.seqs)
             step.seqs = [each for each in step.seqs if not each.seq.finished]  # what ended since is spoken of no more
             events, verdicts = self._keep(step, results)
+            ended = time.perf_counter()
+            follows = following is not None and self._follow(following)
             with timed("draft"):
                 self.drafting.observe(step, verdicts, out.taps, out.top)
             self._close(step)
-        seconds = ending.seconds + time.perf_counter() - begun
+        seconds = ending.seconds + (ended if follows else time.perf_counter()) - begun
         seconds = self._alone(ending, seconds if ending.is_alone else seconds + out.more_s)
         for each in events:
             if each.explained is not None:
@@ -202,8 +225,29 @@ class Engine:
         self.scheduler.observe(len(decoding), sum(len(verdict.tokens) for verdict in decoding))
         self.scheduler.cost.observe(*ending.load, without_asking)
         constrained = [each for each in step.sampled if each.seq.grammar is not None]
-        self.counters.end_step(ending.mask_s + mask_s + self.counters.seconds["mask"], num_logit_rows(constrained))
+        mask_s = ending.mask_s + self.counters.seconds["mask"] - mask_begun
+        self.counters.end_step(mask_s, num_logit_rows(constrained))
+        if follows:  # what came since is of its time
+            self._under_way[-1].seconds = time.perf_counter() - ended
         return events
+
+    def _pack_ahead(self, step: Step) -> _Packed | None:
+        """Pack what follows the step under way, while that is computed: all but the tokens that it gives, one to each
+        sequence. None where more hangs on them, or others may join."""
+        goes_on = all(map(_goes_on, step.seqs)) and self.drafting.rests(step)
+        following = self.scheduler.follow(step) if goes_on else None
+        return None if following is None else _Packed(following, *pack_step(following, self.executor.row_multiple))
+
+    def _follow(self, packed: _Packed) -> bool:
+        """Begin it with the tokens that there are now, before anybody hears of them; says whether: not where a sequence
+        has ended."""
+        seqs = [each.seq for each in packed.step.seqs]
+        if any(seq.finished for seq in seqs):
+            return False
+        packed.inputs.token_ids[: len(seqs)] = [seq.tokens[-1] for seq in seqs]
+        self._start(packed, self._times())
+        self.drafting.draft(packed.step)  # it is under way, and so gets none
+        return True
 
     def _alone(self, ending: _UnderWay, seconds: float) -> float:
         """What a step would have taken alone that took so long in all stages."""
@@ -278,6 +322,13 @@ class Engine:
         siblings.remove(seq)
         if not siblings:
             del self.requests[seq.request_id]
+
+
+def _goes_on(each: ScheduledSeq) -> bool:
+    """Whether the next step of a sequence is known but for the token that this one gives, unless that ends it."""
+    seq = each.seq
+    is_alike = not (seq.finished or seq.embeds or seq.grammar or seq.beams or seq.explained or changes_logits(seq))
+    return is_alike and each.sampled and not len(each.draft) and seq.num_output + 1 < seq.max_tokens
 
 
 def step_load(step: Step) -> tuple[int, int, int, float]:

@@ -184,6 +184,14 @@ class Scheduler:
         self._untold = [] if step.seqs else step.preempted
         return step
 
+    def follow(self, step: Step) -> Step | None:
+        """The step after one under way, in which each sequence gets a token, with slots for these; none are left for
+        drafts. None where others run, or may begin, or blocks run out."""
+        seqs, has_seat = [each.seq for each in step.seqs], self._num_seats < self.max_num_seqs
+        if seqs != self.running or (self.waiting and has_seat) or not all(self.cache.reserve(seq, 1) for seq in seqs):
+            return None
+        return Step([ScheduledSeq(seq, begun(seq), 1, sampled=True) for seq in seqs], 0, 0)
+
     @property
     def _decoding(self) -> list[Sequence]:
         """Those that run and have all KV but that of their last token, whether that is under way or not."""
@@ -332,12 +340,8 @@ class Scheduler:
         last = self._refusal
         if last is None or last.seq is not seq or not self.running:
             return False
-        free = self.cache.num_free
-        if (
-            free > last.num_free
-            or min(len(seq.tokens) - last.cached, budget) < last.num_asked
-            or self.cache.would_match(seq, last.num_shared)
-        ):
+        free, asked = self.cache.num_free, min(len(seq.tokens) - last.cached, budget)
+        if free > last.num_free or asked < last.num_asked or self.cache.would_match(seq, last.num_shared):
             return False
         self._refusal = last._replace(num_free=free)
         return True

@@ -304,7 +304,7 @@ class ParallelExecutor:
         self.max_rows, self.max_logit_rows = local.max_rows, local.max_logit_rows
         num_bytes = local.storage.layers[0].itemsize
         self._blocks = DividedBlocks(BlockParts(ranks.layout, spec, local.block_size, num_bytes), local, ranks)
-        self.most_under_way = len(ranks.layout.stages)
+        self.most_under_way, self.is_asynchronous = len(ranks.layout.stages), local.is_asynchronous
 
     def start(self, step: StepInput) -> None:
         with self._whole():

@@ -52,6 +52,7 @@ class Executor(Protocol):
     copies of slots do; outputs are set while none is."""
 
     most_under_way: int
+    is_asynchronous: bool  # whether a step is computed without the host's processor once it has started
 
     block_size: int
     num_blocks: int  # of KV cache, the null block included
@@ -132,6 +133,7 @@ class LocalExecutor:
         self.runner, self.sampler, self.storage = runner, sampler, storage
         self.block_size, self.num_blocks = storage.block_size, storage.num_blocks
         self.row_multiple = runner.ops.row_multiple
+        self.is_asynchronous = runner.ops.device.type != "cpu"
         self.max_rows, self.max_logit_rows = runner.max_rows, runner.max_logit_rows
         self._timed = timed
         self._adapters: dict[str, tuple[PackedAdapter, int]] = {}  # with how many loads there are of it

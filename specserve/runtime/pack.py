@@ -125,6 +125,8 @@ def pack_step(step: Step, multiple: int) -> tuple[StepInput, list[Sequence]]:
     for each in step.seqs:
         seq, draft, start, num_new = each.seq, each.draft, each.start, each.num_new
         tokens, parents = seq.tokens[start : start + num_new], None
+        if start == len(seq.tokens):  # it comes with the step under way, and is put here then
+            tokens = [0]
         if len(draft):
             tokens += draft.tokens.tolist()
             if not draft.is_chain:

@@ -47,7 +47,8 @@ class SamplingInput(NamedTuple):
         for each in sampled:
             seq, edits = each.seq, edits_of(each.seq, each.draft)
             most = 0 if seq.beams is None else seq.beams.num_candidates
-            seqs.append(SampledSeq(each.draft, seq.params, seq.seed, len(seq.tokens), each.logits_start, edits, most))
+            position = each.start + each.num_new
+            seqs.append(SampledSeq(each.draft, seq.params, seq.seed, position, each.logits_start, edits, most))
         return cls(seqs, [*scored])
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from specserve.engine.outputs import Chunk, Collector, RequestOutput
 from specserve.engine.port import QueueTimeoutError, RequestPort
 from specserve.engine.request import Request
 from specserve.errors import SpecserveError
+from specserve.outputs import Chunk, Collector, RequestOutput
 from specserve.server.engine.client import RefusedError
 from specserve.server.metrics import RequestCounter
 from specserve.server.wire.errors import unavailable, wire_error

@@ -84,10 +84,14 @@ class Source:
             if not hit:
                 break
 
+    def may_explore(self, seconds: float) -> bool:
+        """Whether what is left for exploring is that much, or nothing is known yet."""
+        self.price = seconds
+        return not self.cost.of(1) or 0 < seconds <= self.explored
+
     def explores(self, seconds: float) -> bool:
         """Take so long from what is left for exploring, if that is enough, or if nothing is known yet."""
-        self.price = seconds
-        if self.cost.of(1) and not 0 < seconds <= self.explored:
+        if not self.may_explore(seconds):
             return False
         self.explored -= seconds
         return True

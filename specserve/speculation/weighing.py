@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from specserve.adapters import LoadedAdapter
 from specserve.runtime.cost import DecodeCost
 from specserve.runtime.pack import Step
-from specserve.speculation.constants import FORGETS, HOPE, LASTS, WORTH
+from specserve.speculation.constants import FORGETS, HOPE, LASTS, SILENT, WORTH
 from specserve.speculation.guard import Load
 from specserve.speculation.planner import Outlook, Planner
 from specserve.speculation.sources import LOOKUPS, Asked, Source
@@ -51,6 +51,7 @@ class Weighing:
         self._by_adapter: WeakKeyDictionary[LoadedAdapter, Rates] = WeakKeyDictionary()
         self._records: dict[Sequence, _Record] = {}
         self._accepted = 0  # nodes of this step
+        self._num_steps = 0
 
     def begin(self, group: Many[Sequence]) -> None:
         adapter = group[0].adapter
@@ -67,6 +68,7 @@ class Weighing:
     def start(self, step: Step) -> None:
         """A new step, before its drafts."""
         decoding = step.decoding
+        self._num_steps += 1
         for each in decoding:
             self._records[each.seq].waited += 1
         tokens = sum(each.num_new for each in step.seqs) - len(decoding)
@@ -109,6 +111,19 @@ class Weighing:
                 found = None if merged is None else merged[each]
                 lengths[each] = self._length(name, record, group[each], len(group), found, is_one_pass)
         return {each: length for each, length in lengths.items() if length}
+
+    def rests(self, name: str, group: Lengths) -> bool:
+        """Whether that source is not asked in the next step, which may begin ahead then: asking it pays for no sequence
+        of a group and is not tried now, or it has had nothing for them lately."""
+        can_draft, source = self.planner.can_draft(), self.sources[name]
+        if name != LOOKUPS:
+            return not can_draft
+        records = [self._records[each.seq] for each in group]
+        if self._num_steps % SILENT and all(record.waited > SILENT for record in records):
+            return True
+        seconds, token = source.cost.of(1, len(group)), self.planner.token
+        pays = can_draft and any(record.gain * token > seconds for record in records)
+        return not pays and not source.may_explore(seconds)
 
     def _length(
         self, name: str, record: _Record, most: int, num_seqs: int, found: Proposals | None, is_one_pass: bool

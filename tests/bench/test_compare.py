@@ -24,8 +24,8 @@ from specserve.bench.report import (
 )
 from specserve.config import EngineConfig
 from specserve.engine.counters import Counters
-from specserve.engine.outputs import CompletionOutput, RequestOutput
 from specserve.errors import ConfigError, EngineError
+from specserve.outputs import CompletionOutput, RequestOutput
 from specserve.types import SamplingParams, SequenceStats, TokenLogprobs
 
 SECONDS_PER_STEP = 0.01

@@ -51,6 +51,7 @@ def test_sections_have_figures(small: ModuleType, tmp_path: Path) -> None:
     small.measure_engines(report, str(write_tiny_model(tmp_path / "tiny", "llama", seed=3)), "cpu")
     own, peers, shape = (report.sections[name] for name in ("engine bfloat16", "transformers", "shape tiny"))
     assert own["steps"]["rows"] == [1, 3]
+    assert [min(each.values()) > 0 for each in report.sections["ahead"].values()] == [True, True]
     assert [(cell["concurrency"], cell["temperature"]) for cell in own["grid"]["cells"][::2]] == [
         (1, 0.0), (1, 0.8), (2, 0.0), (2, 0.8),
     ]  # fmt: skip

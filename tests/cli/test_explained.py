@@ -14,8 +14,8 @@ from rich.console import Console
 from specserve.cli.answer import Answer, write
 from specserve.cli.explained import Explanation, MarkedText
 from specserve.cli.main import run
-from specserve.engine.outputs import Chunk
 from specserve.explained import Explained
+from specserve.outputs import Chunk
 from specserve.testing import write_tiny_model
 from specserve.types import SequenceStats
 

@@ -12,8 +12,8 @@ import transformers
 from specserve.config import EngineConfig
 from specserve.engine.build import Built, build
 from specserve.engine.engine import Engine
-from specserve.engine.outputs import Collector, CompletionOutput, RequestOutput
 from specserve.engine.request import Request
+from specserve.outputs import Collector, CompletionOutput, RequestOutput
 from specserve.sampling.bad_words import of_ids
 from specserve.structured.spec import Structured
 from specserve.testing import write_tiny_model

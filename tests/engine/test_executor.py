@@ -58,6 +58,7 @@ class PipeExecutor:
 
     def __init__(self, here: LocalExecutor, pipe: Connection, config: EngineConfig) -> None:
         self._here, self._pipe = here, pipe  # that here has the KV of drafters' models
+        self.is_asynchronous = True
         self.block_size, self.num_blocks, self.most_under_way = here.block_size, here.num_blocks, 1
         self.row_multiple, self.max_rows, self.max_logit_rows = here.row_multiple, here.max_rows, here.max_logit_rows
         send(self._pipe, ("build", {**dataclasses.asdict(config), "kv_cache_gib": self._kv_cache_gib()}))

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from specserve import LLM, SamplingParams
-from specserve.engine.outputs import Collector
 from specserve.errors import ConfigError, EngineError
 from specserve.machine.ownership import Ownership
+from specserve.outputs import Collector
 from specserve.runtime.executor import local
 from specserve.testing import write_tiny_model
 from specserve.types import Event

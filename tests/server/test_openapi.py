@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from pydantic.json_schema import SkipJsonSchema
 
-from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.errors import InputError
+from specserve.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.http.routes import ROUTES
 from specserve.server.openapi import Route, document
 from specserve.server.wire.anthropic_api.models import model_info, model_page

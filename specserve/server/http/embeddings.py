@@ -11,9 +11,9 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from specserve.checkpoint.pooling import Pooling
-from specserve.engine.outputs import RequestOutput
 from specserve.engine.request import Request
 from specserve.errors import ModelError
+from specserve.outputs import RequestOutput
 from specserve.server.answers import Prepared
 from specserve.server.http.bodies import parsed
 from specserve.server.http.context import Context, context

@@ -12,8 +12,8 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web
 
-from specserve.engine.outputs import Chunk, RequestOutput
 from specserve.engine.port import QueueTimeoutError
+from specserve.outputs import Chunk, RequestOutput
 from specserve.server.admission import Place
 from specserve.server.answers import Answers, Prepared
 from specserve.server.http.context import ARRIVED, context

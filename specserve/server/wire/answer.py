@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from specserve.engine.outputs import Chunk, CompletionOutput, extended
+from specserve.outputs import Chunk, CompletionOutput, extended
 from specserve.types import TokenLogprobs
 
 

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 
-from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput, extended
+from specserve.outputs import Chunk, CompletionOutput, RequestOutput, extended
 from specserve.server.wire.answer import (
     AnswerParser,
     Arguments,

@@ -20,7 +20,6 @@ from msgspec import structs
 from specserve.checkpoint.identity import model_digest
 from specserve.cluster import kv_link
 from specserve.cluster.kv_link import Fetcher
-from specserve.engine.outputs import CompletionOutput
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, EngineError
 from specserve.llm import LLM
@@ -29,6 +28,7 @@ from specserve.models.heads.formats import write_head
 from specserve.models.heads.speculators import Verifier
 from specserve.models.loader import load_model
 from specserve.ops.choice import choose_ops
+from specserve.outputs import CompletionOutput
 from specserve.parallel.handshake import LinkError
 from specserve.server.answers import Answers, Prepared
 from specserve.server.chats import Chats

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from specserve.engine.outputs import CompletionOutput
 from specserve.engine.request import Request
 from specserve.errors import EngineError, ModelError
 from specserve.llm import LLM
+from specserve.outputs import CompletionOutput
 from specserve.server.answers import Answers, Prepared
 from specserve.server.chats import Chats
 from specserve.server.engine.keeper import State, Timeouts

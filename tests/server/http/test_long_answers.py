@@ -18,8 +18,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.engine.packed import Packed, packed
+from specserve.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.admission import Admission, Place
 from specserve.server.http.context import CONTEXT
 from specserve.server.http.respond import Call, respond

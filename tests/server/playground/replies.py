@@ -11,8 +11,8 @@ from typing import Any
 
 from aiohttp import web
 
-from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.explained import Explained
+from specserve.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.pages import modules, page
 from specserve.server.wire.openai.replies import Reply, model_list
 from specserve.server.wire.openai.stream import ChatStream

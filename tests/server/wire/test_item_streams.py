@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
+from specserve.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.wire.answer import Arguments, Call, Part, Text, items_of
 from specserve.server.wire.anthropic_api.requests import MessagesRequest
 from specserve.server.wire.anthropic_api.stream import MessageStream, count_tokens_body, message_body

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from specserve.engine.outputs import CompletionOutput, RequestOutput
+from specserve.outputs import CompletionOutput, RequestOutput
 from specserve.server.wire.answer import (
     AnswerParser,
     Arguments,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
-from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
+from specserve.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.wire.answer import (
     Call,
     CallItem,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from specserve.engine.outputs import Chunk
 from specserve.explained import HIDDEN
+from specserve.outputs import Chunk
 
 _described = with_config(ConfigDict(use_attribute_docstrings=True))
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.errors import NoTokenLeftError
+from specserve.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.wire.answer import AnswerParser, CallItem, PlainText, TextItem, items_of, parts_of
 from specserve.server.wire.errors import COMPLETION_FAILED, WireError, unavailable
 from specserve.server.wire.openai.bodies import (

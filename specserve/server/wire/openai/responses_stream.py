@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specserve.engine.outputs import RequestOutput
+from specserve.outputs import RequestOutput
 from specserve.server.wire.answer import (
     AnswerParser,
     Arguments,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias
 
-from specserve.engine.outputs import Chunk, RequestOutput
+from specserve.outputs import Chunk, RequestOutput
 from specserve.server.wire.answer import Arguments, Part, PlainText, Reasoning, Text, parts_of
 from specserve.server.wire.errors import WireError
 from specserve.server.wire.json.pieces import LongText, json_text

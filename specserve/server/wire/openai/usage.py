@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specserve.engine.outputs import CompletionOutput, RequestOutput
+from specserve.outputs import CompletionOutput, RequestOutput
 from specserve.server.wire.openai.bodies import Metrics, SpeculativeDecoding, Usage
 from specserve.types import SequenceStats
 

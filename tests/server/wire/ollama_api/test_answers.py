@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
+from specserve.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.wire.answer import Arguments, Call, Part, Text
 from specserve.server.wire.ollama_api.answers import OllamaStream, answer_body
 from specserve.server.wire.openai.replies import Reply

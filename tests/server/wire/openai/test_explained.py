@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.explained import HIDDEN, Explained
+from specserve.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.wire.openai.explained import explained_step
 from specserve.server.wire.openai.replies import Reply
 from specserve.server.wire.openai.stream import ChatStream, CompletionStream, Stream

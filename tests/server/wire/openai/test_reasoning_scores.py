@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from specserve.engine.outputs import Collector, RequestOutput
 from specserve.engine.packed import packed
 from specserve.engine.request import Request
+from specserve.outputs import Collector, RequestOutput
 from specserve.server.wire.fields import Limits
 from specserve.server.wire.openai.replies import Reply, chat_body
 from specserve.server.wire.openai.responses import LOGPROBS, ResponsesRequest

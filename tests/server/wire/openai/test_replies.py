@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
+from specserve.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.wire.errors import WireError, unavailable
 from specserve.server.wire.json.pieces import json_text
 from specserve.server.wire.openai.logprobs import LEAST, CompletionLogprobs, chat_logprobs

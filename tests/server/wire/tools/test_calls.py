@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.errors import ModelError
+from specserve.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.wire.answer import Arguments, Call, Part, Text
 from specserve.server.wire.anthropic_api.stream import MessageStream, message_body
 from specserve.server.wire.openai.replies import Reply, chat_body
