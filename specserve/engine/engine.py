@@ -210,10 +210,10 @@ class Engine:
             drafted = sum(len(each.draft) for each in step.seqs)
             step.seqs = [each for each in step.seqs if not each.seq.finished]  # what ended since is spoken of no more
             events, verdicts = self._keep(step, results)
-            ended = time.perf_counter()
-            follows = following is not None and self._follow(following)
             with timed("draft"):
                 self.drafting.observe(step, verdicts, out.taps, out.top)
+            ended = time.perf_counter()
+            follows = following is not None and self._follow(following)
             self._close(step)
         seconds = ending.seconds + (ended if follows else time.perf_counter()) - begun
         seconds = self._alone(ending, seconds if ending.is_alone else seconds + out.more_s)
@@ -227,8 +227,9 @@ class Engine:
         constrained = [each for each in step.sampled if each.seq.grammar is not None]
         mask_s = ending.mask_s + self.counters.seconds["mask"] - mask_begun
         self.counters.end_step(mask_s, num_logit_rows(constrained))
-        if follows:  # what came since is of its time
-            self._under_way[-1].seconds = time.perf_counter() - ended
+        if follows:
+            self.drafting.draft(self._under_way[-1].step)  # it is under way, and so gets none
+            self._under_way[-1].seconds = time.perf_counter() - ended  # what came since is of its time
         return events
 
     def _pack_ahead(self, step: Step) -> _Packed | None:
@@ -239,14 +240,13 @@ class Engine:
         return None if following is None else _Packed(following, *pack_step(following, self.executor.row_multiple))
 
     def _follow(self, packed: _Packed) -> bool:
-        """Begin it with the tokens that there are now, before anybody hears of them; says whether: not where a sequence
+        """Begin it with the tokens that there are now, before callers hear of them; says whether: not where a sequence
         has ended."""
         seqs = [each.seq for each in packed.step.seqs]
         if any(seq.finished for seq in seqs):
             return False
         packed.inputs.token_ids[: len(seqs)] = [seq.tokens[-1] for seq in seqs]
         self._start(packed, self._times())
-        self.drafting.draft(packed.step)  # it is under way, and so gets none
         return True
 
     def _alone(self, ending: _UnderWay, seconds: float) -> float:

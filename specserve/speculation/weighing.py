@@ -113,14 +113,14 @@ class Weighing:
         return {each: length for each, length in lengths.items() if length}
 
     def rests(self, name: str, group: Lengths) -> bool:
-        """Whether that source is not asked in the next step, which may begin ahead then: asking it pays for no sequence
-        of a group and is not tried now, or it has had nothing for them lately."""
-        can_draft, source = self.planner.can_draft(), self.sources[name]
-        if name != LOOKUPS:
-            return not can_draft
+        """Whether that source is not asked in the next step, which may begin ahead then: no sequence of a group has had
+        a draft lately, or asking pays for none of them and is not tried now."""
         records = [self._records[each.seq] for each in group]
         if self._num_steps % SILENT and all(record.waited > SILENT for record in records):
             return True
+        can_draft, source = self.planner.can_draft(), self.sources[name]
+        if name != LOOKUPS:
+            return not can_draft
         seconds, token = source.cost.of(1, len(group)), self.planner.token
         pays = can_draft and any(record.gain * token > seconds for record in records)
         return not pays and not source.may_explore(seconds)
