@@ -30,7 +30,7 @@ from specserve.engine.engine import Engine
 from specserve.engine.port import LocalPort
 from specserve.engine.request import Request
 from specserve.errors import EngineError, Interrupted, ModelError, SpecserveError
-from specserve.machine.ownership import Ownership, interrupted_after
+from specserve.machine.ownership import Ownership, interrupted_after, interrupted_between
 from specserve.outputs import Chunk, Collector, CompletionOutput, RequestOutput
 from specserve.prompts import (
     Messages,
@@ -281,9 +281,11 @@ class LLM:
     def _run(self, made: list[tuple[Request, RequestOutput]], progress: bool) -> list[RequestOutput]:
         with self._submitted(made) as collectors, _progress_bar(len(made), progress) as show:
             try:
-                while not all(collector.finished for collector in collectors):
-                    self._step(collectors)
-                    show(sum(collector.finished for collector in collectors))
+                with interrupted_between() as interrupt:
+                    while not all(collector.finished for collector in collectors):
+                        self._step(collectors)
+                        show(sum(collector.finished for collector in collectors))
+                        interrupt()
             except KeyboardInterrupt as error:
                 ended = [out if each.finished else None for each, (_, out) in zip(collectors, made, strict=True)]
                 raise Interrupted(ended) from error
@@ -292,7 +294,8 @@ class LLM:
     def _stream(self, made: tuple[Request, RequestOutput]) -> Iterator[Chunk]:
         with self._submitted([made]) as (collector,):
             while not collector.finished:
-                self._step([collector])
+                with interrupted_after():
+                    self._step([collector])
                 while collector.chunks:
                     yield collector.chunks.popleft()
             yield from collector.chunks  # of the step that another thread took
@@ -315,8 +318,9 @@ class LLM:
                         port.abort(request.id)
 
     def _step(self, awaited: list[_Answer]) -> None:
-        """One engine step, unless all of `awaited` are whole. Its events go to all streams; its failure ends them."""
-        with self._exclusive_port() as port, interrupted_after():
+        """One engine step, unless all of `awaited` are whole. Its events go to all streams; its failure ends them, and
+        an interruption would."""
+        with self._exclusive_port() as port:
             if failures := [answer.failure for answer in awaited if answer.failure is not None]:
                 raise failures[0]
             try:

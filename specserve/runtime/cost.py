@@ -33,9 +33,10 @@ class DecodeCost:
     """
 
     def __init__(self) -> None:
-        self._shape = np.zeros(len(ROWS))  # seconds; 0: nothing is known
-        self._apart = np.zeros(len(ROWS))  # logarithms of what the shape is multiplied with
-        self._num = np.zeros(len(ROWS))  # measurements, those of a while ago for less
+        # Lists, as every step changes them: arrays' code is long, and a step drives it out of the caches.
+        self._shape = [0.0] * len(ROWS)  # seconds; 0: nothing is known
+        self._apart = [0.0] * len(ROWS)  # logarithms of what the shape is multiplied with
+        self._num = [0.0] * len(ROWS)  # measurements, those of a while ago for less
         self._factors: dict[int, float] = {}  # logarithms, by load
         self._num_observed = 0
         self._by_rows: list[float] = []  # seconds of 0, 1, 2 ... rows, but for the factor; never falling
@@ -46,8 +47,8 @@ class DecodeCost:
 
     def begin(self, seconds: NDArray[np.float64]) -> None:
         """Start from these seconds of steps of ROWS rows each over a short context."""
-        self._shape = np.maximum.accumulate(np.maximum(seconds, _SHORTEST_S))
-        self._apart[:], self._num[:] = 0, _START
+        self._shape = np.maximum.accumulate(np.maximum(seconds, _SHORTEST_S)).tolist()
+        self._apart, self._num = [0.0] * len(ROWS), [_START] * len(ROWS)
         self._factors.clear()
         self._list()
 
@@ -55,13 +56,13 @@ class DecodeCost:
         """A step of decoding alone took so long."""
         seconds = max(seconds, _SHORTEST_S)
         if not self.is_known:
-            self._shape[:] = seconds
+            self._shape = [seconds] * len(ROWS)
             self._list()
         load, at = _load(context), row_class(rows)
         ratio = seconds / self.seconds(rows, context)
         is_new = not self._num[at]
         ratio = math.log(ratio if is_new else min(ratio, _MOST))
-        self._num *= 1 - _FADES
+        self._num = [num * (1 - _FADES) for num in self._num]
         if load not in self._factors:
             self._factors[load] = self._factor(load) + ratio
         else:
@@ -78,7 +79,7 @@ class DecodeCost:
 
     def is_doubted(self, rows: int) -> bool:
         """Whether what so many rows take should be measured anew."""
-        return bool(self._num[row_class(rows)] < _FEW)
+        return self._num[row_class(rows)] < _FEW
 
     def curve(self, rows: int, more: int, context: int = 0) -> list[float]:
         """Seconds of steps of `rows` to `rows` + `more` rows, [more + 1], never falling."""
@@ -92,7 +93,7 @@ class DecodeCost:
         return found + [factor * self._by_rows[last] + (at - last) * slope for at in beyond]
 
     def _list(self) -> None:
-        rising = _rising(self._shape * np.exp(self._apart), self._num)
+        rising = _rising([s * math.exp(apart) for s, apart in zip(self._shape, self._apart, strict=True)], self._num)
         self._by_rows = np.interp(range(ROWS[-1] + 1), ROWS, rising).tolist()
 
     def _factor(self, load: int) -> float:
@@ -103,11 +104,11 @@ class DecodeCost:
         return self._factors[nearest]
 
 
-def _rising(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+def _rising(values: list[float], weights: list[float]) -> NDArray[np.float64]:
     """The nearest values that never fall, by their weights: neighbours that would fall are averaged."""
     found: list[tuple[float, float, int]] = []  # mean, weight, how many
-    for value, weight in zip(values.tolist(), (weights + _SHORTEST_S).tolist(), strict=True):
-        count = 1
+    for value, weight in zip(values, weights, strict=True):
+        weight, count = weight + _SHORTEST_S, 1
         while found and found[-1][0] > value:
             mean, more, others = found.pop()
             value, weight, count = (mean * more + value * weight) / (more + weight), more + weight, count + others

@@ -73,17 +73,17 @@ class Sampler:
         vocab_size; q, where there is one, is finite, not negative and sums to 1 in each row. What follows a token that
         ends the sequence is for the caller to trim. `best` is ops.argmax(logits), where that is known.
         """
+        if best is None:
+            best = self._ops.argmax(logits)
+        # Where nothing is drawn, edited or masked, the best tokens are the answer, and no array need be made. Tensors
+        # are hardly touched: a step's weights have driven all code out of the caches, and theirs is long.
+        if masks is None and not any(each.params.temperature or each.edits for each in asked.seqs):
+            known = best.tolist()
+            return self._with_logprobs(logits, asked.seqs, [_agreed(each, known) for each in asked.seqs])
         num_rows = num_logit_rows(asked.seqs)
         assert logits.shape[1] == self.vocab_size, "logits are not of this vocabulary"
         assert len(logits) >= num_rows, "logits are not of this batch"
         assert masks is None or masks.shape == (num_rows, -(-self.vocab_size // 32)), "masks are not of this batch"
-        if best is None:
-            best = self._ops.argmax(logits)
-        # Where nothing is drafted, drawn, edited or masked, the best token is the answer, and no array need be made.
-        if masks is None and not any(len(e.draft) or e.params.temperature or e.edits for e in asked.seqs):
-            pairs = zip(best[:num_rows].tolist(), asked.seqs, strict=True)
-            said = [Verdict([top], []) if top >= 0 else _failure(top, each.position) for top, each in pairs]
-            return self._with_logprobs(logits, asked.seqs, said)
         drafts = draft_arrays(asked.seqs)
         verified = self._ops.verify(edited(logits, asked), best, drafts, self._hashed, masks, self.verification)
         tokens, nodes = verified.tokens.tolist(), verified.nodes.tolist()
@@ -120,6 +120,23 @@ class Sampler:
         for i, verdict, _, _ in asking:
             found[i] = Verdict(verdict.tokens, verdict.path, [next(entries) for _ in verdict.tokens])
         return found
+
+
+def _agreed(each: SampledSeq, best: list[int]) -> Verdict | Failure:
+    """What is said where each row chooses its best token, -1: it has none, and nodes stand that were chosen."""
+    first = row = each.logits_start
+    tokens, path = list[int](), list[int]()
+    if len(each.draft):  # children come after their parent, and siblings differ
+        for node, (token, parent) in enumerate(
+            zip(each.draft.tokens.tolist(), each.draft.parents.tolist(), strict=True)
+        ):
+            if first + 1 + parent == row and token == best[row]:
+                row = first + 1 + node
+                tokens.append(token)
+                path.append(node)
+    if best[row] >= 0:
+        return Verdict([*tokens, best[row]], path)
+    return Verdict(tokens, path[:-1]) if path else _failure(best[row], each.position)
 
 
 def draft_arrays(sampled: Many[SampledSeq]) -> DraftArrays:

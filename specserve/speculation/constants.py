@@ -11,8 +11,8 @@ EXPLORED = 0.005  # of a step's time for asking what seems not to pay: half of w
 MOST_EXPLORED = 4.0  # answers that may be saved up for: what a source saves while it pays is not for when it does not
 HOPE = 0.5  # tokens a step that a new sequence is expected to gain: a source's prior of being accepted
 FORGETS = 0.1  # of what a sequence gained, each time it is asked: ten answers
-SILENT = 8  # steps without a draft, after which drafters are asked in every eighth alone, where the others begin ahead:
-# that saves a tenth of a small model's step on an H100 (LOG), of which an eighth is lost so; no GPU has measured it
+SILENT, SELDOM = 32, 8  # steps without a draft, after which heads are weighed in every eighth step alone, as that takes
+# 1 % of one on two cores, and where steps begin ahead look-ups are asked in these alone (no GPU has measured that)
 # Of drafters that must read a sequence before its first draft (test_sources).
 ON_THE_WAY = 16  # tokens that a draft's first pass reads with the last one; more are read, and paid for, before it
 LASTS = 64  # steps that a sequence is expected to go on, at most

@@ -177,6 +177,8 @@ class DraftController:
         for host in hosts:
             begun = time.perf_counter()
             share = [each for each in step.seqs if host in self.policy.parts[each.seq]]
+            if not host.expects and not any(budgets.get(each) for each in share):
+                continue
             drafts = host.propose([each.seq for each in share], [budgets.get(each, 0) for each in share])
             for each, draft in zip(share, drafts, strict=True):
                 if len(draft):
@@ -199,7 +201,7 @@ class DraftController:
                 merged[each].add(source, draft)
         step.num_tokens_left += sum(lengths.values())  # the step takes what it verifies
         step.num_logits_left += sum(lengths.values())
-        weighing.learn(host.name, {each.seq: Asked(n) for each, n in lengths.items() if n}, took[host.name])
+        weighing.learn(host.name, {each.seq: Asked(n) for each, n in lengths.items() if n}, took.get(host.name, 0.0))
         return took
 
     def _keep_whole(self, each: ScheduledSeq, found: list[tuple[str, Draft]], budget: int) -> None:

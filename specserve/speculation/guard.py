@@ -83,14 +83,15 @@ class Guard:
 
     def plain(self, load: Load) -> float:
         """Seconds of a plain step, by those of that load or else of the most similar one; 0 while nothing is known."""
-        expected = self._cost.seconds(load.rows, load.context)
+        same = self._plain.get(self._key(load))
+        if same is not None and self._num_steps - same.at < tuned.STALE:
+            return median(same.seconds)
         fresh = [each for each in self._plain.values() if self._num_steps - each.at < tuned.STALE]
+        expected = self._cost.seconds(load.rows, load.context)
         if not fresh:
             return expected
         found = min(fresh, key=lambda each: _distance(each.load, load))
         seconds = median(found.seconds)
-        if self._key(found.load) == self._key(load):
-            return seconds
         return seconds * expected / (self._cost.seconds(found.load.rows, found.load.context) or 1.0)
 
     @property

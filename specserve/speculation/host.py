@@ -79,6 +79,11 @@ class DraftHost:
         self.is_trimmable: bool = all(part.is_trimmable for part in parts) and (is_sure or drafter is None)
 
     @property
+    def expects(self) -> bool:
+        """Whether it is to hear of sequences, once they are proposed for."""
+        return bool(self._expected)
+
+    @property
     def num_dropped(self) -> int:
         return self.dropped.total()
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from specserve.adapters import LoadedAdapter
 from specserve.runtime.cost import DecodeCost
 from specserve.runtime.pack import Step
-from specserve.speculation.constants import FORGETS, HOPE, LASTS, SILENT, WORTH
+from specserve.speculation.constants import FORGETS, HOPE, LASTS, SELDOM, SILENT, WORTH
 from specserve.speculation.guard import Load
 from specserve.speculation.planner import Outlook, Planner
 from specserve.speculation.sources import LOOKUPS, Asked, Source
@@ -99,7 +99,7 @@ class Weighing:
         would, those first that have waited longest."""
         planner, source = self.planner, self.sources[name]
         lengths: dict[ScheduledSeq, int] = {}
-        if not planner.now.plain or (planner.now.is_probe and name != LOOKUPS):
+        if not planner.now.plain or (name != LOOKUPS and (planner.now.is_probe or self._is_silent(group))):
             return lengths
         can_draft, seconds = planner.can_draft(), source.cost.of(1, len(group))
         for each in sorted(group, key=lambda each: -self._records[each.seq].waited):
@@ -115,15 +115,18 @@ class Weighing:
     def rests(self, name: str, group: Lengths) -> bool:
         """Whether that source is not asked in the next step, which may begin ahead then: no sequence of a group has had
         a draft lately, or asking pays for none of them and is not tried now."""
-        records = [self._records[each.seq] for each in group]
-        if self._num_steps % SILENT and all(record.waited > SILENT for record in records):
-            return True
         can_draft, source = self.planner.can_draft(), self.sources[name]
+        if self._is_silent(group):
+            return True
         if name != LOOKUPS:
             return not can_draft
         seconds, token = source.cost.of(1, len(group)), self.planner.token
-        pays = can_draft and any(record.gain * token > seconds for record in records)
+        pays = can_draft and any(self._records[each.seq].gain * token > seconds for each in group)
         return not pays and not source.may_explore(seconds)
+
+    def _is_silent(self, group: Lengths) -> bool:
+        """Whether no sequence of a group has had a draft for long, and this is none of the steps for those."""
+        return self._num_steps % SELDOM > 0 and all(self._records[each.seq].waited > SILENT for each in group)
 
     def _length(
         self, name: str, record: _Record, most: int, num_seqs: int, found: Proposals | None, is_one_pass: bool

@@ -299,7 +299,7 @@ def test_drafts_are_asked_for_again_where_they_may_pay(tiny: Path, monkeypatch: 
             record.gain = 0.0
     while executor.num_steps < 400:
         engine.step()
-    gaps = [after - before for before, after in itertools.pairwise(asked[12 if pays else 1 :])]
+    gaps = [after - before for before, after in itertools.pairwise(asked[40 if pays else 1 :])]
     assert len(gaps) > (20 if pays else 5) and not any(gap % (8 if pays else 40) for gap in gaps), gaps
     assert executor.num_ahead > 300
     draft, before = Draft.chain([5]), executor.num_ahead

@@ -28,10 +28,13 @@ from specserve.registry import DRAFTERS, NONE
 from specserve.runtime.cost import ROWS, DecodeCost
 from specserve.runtime.pack import Step
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
+from specserve.speculation.constants import SELDOM, SILENT
 from specserve.speculation.controller import DraftController
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import prepare
 from specserve.speculation.policy import Policy
+from specserve.speculation.sources import LOOKUPS
+from specserve.speculation.tree import Proposals
 from specserve.speculation.weighing import Weighing
 from specserve.structured.base import Guarded
 from specserve.testing import LanguageGrammar
@@ -484,6 +487,35 @@ def test_a_chunk_that_does_not_reach_the_end_has_no_draft_and_does_not_decode() 
             assert (weighing.outlook.load.rows, weighing.outlook.load.tokens) == (1, 1)
         else:
             assert len(step.seqs[1].draft) == 5
+
+
+def test_heads_that_have_drafted_nothing_for_long_are_weighed_seldom() -> None:
+    """Look-ups are asked all the same; a sequence that has a draft again is weighed in every step."""
+    cost = DecodeCost()
+    cost.begin(np.array([0.01 + 0.001 * rows for rows in ROWS]))
+    weighing, seq, weighed = Weighing(cost), make_seq(), list[int]()
+    weighing.begin([seq])
+    number = 0
+    weighing._length = lambda *_: weighed.append(number) or 3  # type: ignore[method-assign,func-returns-value]
+    for number in range(1, 100):
+        (each,) = scheduled([seq]).seqs
+        weighing.start(scheduled([seq]))
+        chosen = weighing.choose("head", {each: 4})
+        assert chosen == ({each: 3} if weighed and weighed[-1] == number else {})
+        assert weighing.choose(LOOKUPS, {each: 4}) == {each: 4}
+        if number == 80:
+            weighing.verify(seq, Proposals([("head", Draft.chain([5]))]), [0])
+    assert weighed == [*range(1, SILENT + 1), *range(40, 81, SELDOM), *range(81, 100)]
+
+
+def test_who_is_asked_for_nothing_is_not_called(folder: Path) -> None:
+    """But for who has yet to hear of a sequence."""
+    drafters = policy()
+    seqs = begun(drafters, "one", "two")
+    first, second = recorder("one"), recorder("two")
+    before = len(first.heard)
+    assert [len(draft) for draft in propose(drafters, seqs, [0, 2])] == [0, 2]
+    assert len(first.heard) == before and second.heard[-1][0] == "propose"
 
 
 def test_a_prediction_is_drafted_unless_another_drafter_is_named() -> None:
