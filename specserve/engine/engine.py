@@ -78,7 +78,8 @@ class Engine:
         self.limits = limits
         self.counters = counters
         self._begin_text = begin_text
-        self.begins_ahead = executor.is_asynchronous  # whether steps may begin before the last one is spoken of
+        # Whether a step may begin before the last one is spoken of.
+        self.begins_ahead = executor.is_asynchronous and executor.most_under_way == 1
         self.requests: dict[str, list[Sequence]] = {}  # waiting or running
         self._num_arrived = 0
         self._under_way: deque[_UnderWay] = deque()
