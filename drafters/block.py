@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -24,22 +23,6 @@ from specserve.types import Draft
 
 PRIORITY = 5
 RUNS_MODEL = True
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """Hidden states of a sequence from a position on: those of a chunk by layer, or copies of those of several steps.
-    Each step adds one tensor, as a call of torch takes longer than all else that is done for a step."""
-
-    start: int
-    count: int  # tokens
-    whole: list[Tensor] = field(default_factory=list)  # of each layer [count, hidden]
-    parts: list[Tensor] = field(default_factory=list)  # [layers, some, hidden]
-
-    @property
-    def hidden(self) -> list[Tensor]:
-        """Of each layer [count, hidden]."""
-        return self.whole or list(torch.cat(self.parts, 1))
 
 
 class BlockDrafter:
@@ -61,7 +44,7 @@ class BlockDrafter:
         self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="pass")
         self._sampler = DraftSampler(context.verification, context.vocab_size, context.ops)
         self._runner, self._ops = context.runner(self._head), context.ops
-        self._waiting: dict[SequenceView, _Waiting] = {}  # what the head is yet to be told
+        self._waiting: dict[SequenceView, HiddenInput] = {}  # what the head is yet to be told
         self._most_waiting = min(MOST_MISSING, self._runner.most_rows // 2)  # tokens of a sequence
         self._draws = self._head.draws(self._sampler.hashed(self._head.spec.vocab_size, self._head.ids))
 
@@ -77,45 +60,42 @@ class BlockDrafter:
     def observe(self, step: StepReport) -> None:
         for seq in step.preempted:
             self._waiting.pop(seq, None)
-        full, shown = [], [step.hidden[layer] for layer in self._layers]
+        full = []
         for report in step.seqs:
             if rows := report.kept_rows:
-                hidden = shown
-                if len(rows) < len(shown[0]):
-                    one_piece = slice(rows[0], rows[-1] + 1)  # a view, but behind a draft that was a tree
-                    kept = one_piece if rows[-1] - rows[0] == len(rows) - 1 else rows
-                    hidden = [each[kept] for each in shown]
-                if self._wait(report.seq, report.start, hidden) >= self._most_waiting:
+                one_piece = slice(rows[0], rows[-1] + 1)  # a view, but behind a draft that was a tree
+                kept = one_piece if rows[-1] - rows[0] == len(rows) - 1 else rows
+                new = HiddenInput(report.seq, report.start, [step.hidden[layer][kept] for layer in self._layers])
+                if self._wait(new) >= self._most_waiting:
                     full.append(report.seq)
         self._write(full)
 
-    def _wait(self, seq: SequenceView, start: int, hidden: list[Tensor]) -> int:
+    def _wait(self, new: HiddenInput) -> int:
         """Keep hidden states of a step until they are written; returns of how many tokens of the sequence there are
         some. Those of a chunk are written before the step's are gone."""
-        count, before = len(hidden[0]), self._waiting.get(seq)
-        if count >= self._most_waiting:
-            self._write([seq])
-            self._waiting[seq] = _Waiting(start, count, whole=hidden)
-        elif before is not None and before.start + before.count == start:
-            before.parts.append(torch.stack(hidden))
-            before.count += count
-            return before.count
+        rows, before = len(new.hidden[0]), self._waiting.get(new.seq)
+        if rows >= self._most_waiting:
+            self._write([new.seq])
+        elif before is not None and before.start + len(before.hidden[0]) == new.start:
+            hidden = [torch.cat(both) for both in zip(before.hidden, new.hidden, strict=True)]
+            new = HiddenInput(new.seq, before.start, hidden)
         else:
-            self._waiting[seq] = _Waiting(start, count, parts=[torch.stack(hidden)])
-        return count
+            new = HiddenInput(new.seq, new.start, [each.clone() for each in new.hidden])
+        self._waiting[new.seq] = new
+        return len(new.hidden[0])
 
     def _write(self, seqs: Iterable[SequenceView]) -> None:
         """Write what waits of these sequences to the head's KV."""
         together: list[HiddenInput] = []
         room = self._runner.most_rows
-        for seq, each in [(seq, self._waiting.pop(seq)) for seq in seqs if seq in self._waiting]:
-            if not self._runner.skip_missing_kv(seq, each.start):
+        for each in [self._waiting.pop(seq) for seq in seqs if seq in self._waiting]:
+            if not self._runner.skip_missing_kv(each.seq, each.start):
                 continue
-            if each.count > room:
+            if len(each.hidden[0]) > room:
                 self._runner.write(together)
                 together, room = [], self._runner.most_rows
-            together.append(HiddenInput(seq, each.start, each.hidden))
-            room -= each.count
+            together.append(each)
+            room -= len(each.hidden[0])
         if together:
             self._runner.write(together)
 

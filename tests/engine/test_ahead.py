@@ -24,12 +24,12 @@ from specserve.speculation.host import DraftHost
 from specserve.speculation.sources import SourceCost
 from specserve.structured.base import Grammar
 from specserve.structured.spec import Structured
-from specserve.testing import check_integrity, check_under_way, write_tiny_model
+from specserve.testing import write_tiny_model
 from specserve.types import Draft, SamplingParams
 from tests.engine.beams import beams
 from tests.engine.test_engine import GREEDY, block_bytes, finish, make as make_alone, prompt, requests, scripted
+from tests.engine.test_under_way import Tokens, check, check_idle, drive
 
-Tokens = dict[tuple[str, int], list[int]]
 WORDS = Structured.regex("(the|and) [a-z]{3,8}")
 PLAIN = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=20, ignore_eos=True, logprobs=2)
@@ -79,7 +79,7 @@ def alone(tiny: Path, grammar: Grammar) -> Tokens:
     """Of one step at a time, one request after the other, without drafts."""
     engine, found = make_alone(tiny, prefix_caching=False), Tokens()
     for request in wishes():
-        found |= drive(engine, [request], grammar)
+        found |= drive(engine, [request], grammar=grammar)
     return found
 
 
@@ -111,30 +111,6 @@ def make(tiny: Path, blocks: int | None = None, **options: Any) -> tuple[Engine,
     return engine, executor
 
 
-def drive(engine: Engine, some: list[Request], grammar: Grammar | None = None, num_steps: int = 10**6) -> Tokens:
-    """All that comes of them, or of so many steps; every invariant is checked after every step."""
-    tokens: Tokens = {}
-    for request in some:
-        engine.add(request, None if request.params.structured is None else grammar)
-    while engine.has_work and num_steps:
-        for event in engine.step():
-            assert event.error is None
-            tokens.setdefault((event.request_id, event.index), []).extend(event.tokens)
-        check(engine)
-        num_steps -= 1
-    return tokens
-
-
-def check(engine: Engine) -> None:
-    check_integrity(engine.cache, engine.scheduler.running)
-    check_under_way(engine.scheduler)
-
-
-def check_idle(engine: Engine) -> None:
-    assert not engine.has_work and not engine.requests and not engine.scheduler.under_way
-    assert engine.cache.num_free == engine.cache.num_blocks
-
-
 @pytest.mark.parametrize("drafting", [None, {"accuracy": 0.7}, {"accuracy": 0.8, "decoys": 2}])
 @pytest.mark.parametrize("blocks", [None, 30])
 def test_what_is_generated_stays_what_it_is(
@@ -143,7 +119,7 @@ def test_what_is_generated_stays_what_it_is(
     engine, executor = make(tiny, blocks, max_num_batched_tokens=48)
     if drafting is not None:
         engine.use(DraftHost(scripted(alone, **drafting), engine.limits.vocab_size, 10.0), 5)
-    assert drive(engine, wishes(), grammar) == alone
+    assert drive(engine, wishes(), grammar=grammar) == alone
     check_idle(engine)
     assert blocks is None or engine.counters.num_preemptions > 0
     # Of these few have no penalties, no grammar and nobody beside them who does.
@@ -201,7 +177,7 @@ NOT_AHEAD = {
 @pytest.mark.parametrize("what", NOT_AHEAD)
 def test_more_than_a_token_hangs_on_the_step_before(tiny: Path, grammar: Grammar, what: str) -> None:
     engine, executor = make(tiny)
-    drive(engine, [Request(id="own", prompt_ids=prompt(1), params=NOT_AHEAD[what])], grammar)
+    drive(engine, [Request(id="own", prompt_ids=prompt(1), params=NOT_AHEAD[what])], grammar=grammar)
     assert executor.num_ahead == 0 < executor.num_steps
 
 

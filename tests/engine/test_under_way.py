@@ -16,6 +16,7 @@ from specserve.engine.packed import Packed
 from specserve.engine.request import Request
 from specserve.runtime.executor import local
 from specserve.speculation.host import DraftHost
+from specserve.structured.base import Grammar
 from specserve.testing import ScriptedDrafter, check_integrity, check_under_way, write_tiny_model
 from specserve.types import SamplingParams
 from tests.engine.beams import beams
@@ -67,11 +68,12 @@ def make(
     return engine
 
 
-def drive(engine: Engine, some: list[Request], num_steps: int = 10**6) -> Tokens:
-    """All that comes of them, or of so many steps; every invariant is checked after every step."""
+def drive(engine: Engine, some: list[Request], num_steps: int = 10**6, grammar: Grammar | None = None) -> Tokens:
+    """All that comes of them, or of so many steps; every invariant is checked after every step. `grammar` is of those
+    that ask for one."""
     tokens: Tokens = {}
     for request in some:
-        engine.add(request)
+        engine.add(request, None if request.params.structured is None else grammar)
     while engine.has_work and num_steps:
         for event in engine.step():
             assert event.error is None

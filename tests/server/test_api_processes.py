@@ -139,7 +139,7 @@ def test_errors_are_told_as_here(error: Exception) -> None:
 
 
 def test_settings_are_the_same_elsewhere() -> None:
-    options = ServeOptions(uds=Path("/tmp/a"), api_key=("x", "y"), served_model_name=("m",), max_body_mib=2.5)
+    options = ServeOptions(uds=Path("a.sock"), api_key=("x", "y"), served_model_name=("m",), max_body_mib=2.5)
     settings = Settings(
         options=options,
         names=("m", "n"),
