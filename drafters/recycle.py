@@ -6,8 +6,10 @@ by which rank came the last time.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from struct import Struct
 
 import numpy as np
 
@@ -15,7 +17,9 @@ from specserve.errors import ConfigError
 from specserve.ops import MOST_TOP_K
 from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceReport, SequenceView, StepReport
 from specserve.speculation.retrieval import checked_mib, likeliest_tree
-from specserve.types import Draft, Ids
+from specserve.types import Draft
+
+PRIORITY = 20  # part of "auto", where it pays
 
 # What came after a token the last time: nothing yet, the best of its row, the second or third, or another.
 _UNSEEN, _BEST, _NEAR, _OTHER = range(4)
@@ -26,7 +30,8 @@ _CHANCES = tuple(
     for best, second in ((0.45, 0.08), (0.6, 0.05), (0.27, 0.15), (0.18, 0.09))
 )
 _TABLE_MIB = 32.0  # 800,000 tokens of all tenants
-_SMALLEST = 256  # tokens that a table begins with: 10 KB
+_SMALLEST = 256  # ids that a table has places for at first: 1 KB
+_FIRST = Struct("=i")  # of a row's tokens
 _LEAST_MIB = 1 / 64  # room for one such
 
 
@@ -35,8 +40,8 @@ class RecycleDrafter:
 
     Whatever a step has verified, accepted or not, says what follows its token now. Each tenant (salt) has a table,
     kept across its requests; the tables of all tenants together take `table_mib` MiB, and those that were not used for
-    longest go first. A step costs a few array operations for each tenant in it, a proposal one look-up a node. Raises
-    ConfigError unless 1 <= top_k <= MOST_TOP_K and 1/64 <= table_mib < 2^20.
+    longest go first. A step costs a look-up and a copy of some bytes for each of its rows, a proposal one look-up a
+    node. Raises ConfigError unless 1 <= top_k <= MOST_TOP_K and 1/64 <= table_mib < 2^20.
     """
 
     def __init__(self, context: DraftContext, top_k: int = 8, table_mib: float | None = None) -> None:
@@ -47,6 +52,10 @@ class RecycleDrafter:
         self._tables: OrderedDict[bytes, _Table] = OrderedDict()  # least recently used first
         self._num_bytes = 0  # of all of them
         self._num_open: Counter[bytes] = Counter()  # sequences of private tenants
+
+    @staticmethod
+    def suits(context: DraftContext, top_k: int = 8, table_mib: float | None = None) -> bool:
+        return context.can_rest  # often look-ups in texts leave little for it to save
 
     def begin(self, seq: SequenceView) -> None:
         """What is known is known of tokens."""
@@ -66,9 +75,10 @@ class RecycleDrafter:
         for each in step.seqs:
             if each.verdict is not None:
                 tenants.setdefault(each.seq.salt, []).append(each)
+        top = step.top.tobytes()
         for salt, reports in tenants.items():
             table = self._drop(salt) or _Table(self.needs.top_k)
-            table.observe(reports, step.top)
+            table.observe(reports, top)
             self._tables[salt] = table
             self._num_bytes += table.num_bytes
         while self._num_bytes > self.needs.memory_bytes:
@@ -89,16 +99,18 @@ class RecycleDrafter:
 
 
 class _Table:
-    """What the target held likeliest after the tokens of one tenant."""
+    """What the target held likeliest after the tokens of one tenant. Bytes, as a step reads and writes a handful of
+    rows: arrays take ten times as long for that."""
 
     def __init__(self, top_k: int) -> None:
-        self._places = np.zeros(_SMALLEST, np.int32)  # of tokens among the rows; 0: nothing is known
-        self._rows = np.full((_SMALLEST, top_k + 1), _UNSEEN, np.int32)  # best first, then what came the last time
-        self._num_rows = 1
+        self._row = Struct(f"={top_k}iB")  # best first, then what came the last time
+        self._num_best_bytes = self._row.size - 1
+        self._places = array("i", bytes(4 * _SMALLEST))  # of tokens' rows, in bytes; 0: nothing is known
+        self._rows = bytearray(self._row.size)
 
     @property
     def num_bytes(self) -> int:
-        return self._places.nbytes + self._rows.nbytes
+        return len(self._places) * self._places.itemsize + len(self._rows)
 
     def tree(self, token: int, most: int) -> Draft:
         """The `most` likeliest nodes after a token. A node is as likely as its parent times what its rank is worth."""
@@ -107,51 +119,40 @@ class _Table:
 
     def children(self, token: int) -> Iterator[tuple[float, int]]:
         """What may follow a token, the likeliest first, and how likely it does; nothing if nothing is known."""
-        *row, last = self._row(token) or [_UNSEEN]
+        place = self._place(token)
+        *row, last = self._row.unpack_from(self._rows, place) if place else (_UNSEEN,)
         return zip(_CHANCES[last], row, strict=False)
 
-    def observe(self, reports: list[SequenceReport], top: Ids) -> None:
-        """Note which ranks came, then take in what may follow all tokens that were verified. Of equal tokens the last
-        stays: that is one of the sequence itself, where there is one."""
-        read: list[int] = []
-        rows: list[int] = []
+    def observe(self, reports: list[SequenceReport], top: bytes) -> None:
+        """Note which ranks came, then take in what may follow all tokens that were verified, of which `top` has the
+        rows. Of equal tokens the last stays: that is one of the sequence itself, where there is one."""
+        size = self._num_best_bytes
+        new: list[tuple[int, int]] = []  # tokens, and where in `top` their rows begin
         for each in reports:
             assert each.verdict is not None
             tokens = [*each.draft.tokens.tolist(), each.seq.tokens[each.start + each.num_new - 1]]  # node -1 is its own
             kept = [-1, *each.verdict.path]
             for node, said in zip(kept, each.verdict.tokens, strict=True):
-                if row := self._row(tokens[node])[:-1]:
+                if place := self._place(tokens[node]):
+                    row = self._row.unpack_from(self._rows, place)[:-1]
                     rank = row.index(said) if said in row else len(row)
                     came = _BEST if rank == 0 else _NEAR if rank < 3 else _OTHER
-                    self._rows[self._places.item(tokens[node]), -1] = came
+                    self._rows[place + size] = came
             order = [*(node for node in range(len(each.draft)) if node not in kept), *kept]
-            read += [tokens[node] for node in order]
-            rows += [each.logits_start + 1 + node for node in order]
-        self._store(read, top[rows])
+            new += [(tokens[node], size * (each.logits_start + 1 + node)) for node in order]
+        for token, start in new:
+            if _FIRST.unpack_from(top, start)[0] >= 0:  # else the row says nothing
+                place = self._place(token) or self._add(token)
+                self._rows[place : place + size] = top[start : start + size]
 
-    def _row(self, token: int) -> list[int]:
-        """What is known of a token; empty where that is nothing."""
-        place = self._places.item(token) if token < len(self._places) else 0
-        found: list[int] = self._rows[place].tolist() if place else []
-        return found
+    def _place(self, token: int) -> int:
+        return self._places[token] if token < len(self._places) else 0
 
-    def _store(self, tokens: list[int], top: Ids) -> None:
-        """Let rows `top` [n, top_k] be those of the tokens, but for those that say nothing."""
-        if top[:, 0].min() < 0:
-            usable = np.flatnonzero(top[:, 0] >= 0).tolist()
-            tokens, top = [tokens[i] for i in usable], top[usable]
-        self._places = _grown(self._places, max(tokens, default=0) + 1, 0)
-        for token in tokens:
-            if not self._places.item(token):
-                self._places[token] = self._num_rows
-                self._num_rows += 1
-        self._rows = _grown(self._rows, self._num_rows, _UNSEEN)
-        self._rows[self._places[tokens], :-1] = top
-
-
-def _grown(array: Ids, length: int, fill: int) -> Ids:
-    """The array, made at least twice as long with `fill` where it is shorter than `length`."""
-    if length <= len(array):
-        return array
-    more = np.full((max(length, 2 * len(array)) - len(array), *array.shape[1:]), fill, np.int32)
-    return np.concatenate((array, more))
+    def _add(self, token: int) -> int:
+        """Make room for a token that nothing is known of; returns its place."""
+        if token >= len(self._places):
+            count = max(token + 1, 2 * len(self._places))
+            self._places.frombytes(bytes(self._places.itemsize * (count - len(self._places))))
+        place = self._places[token] = len(self._rows)
+        self._rows += bytes(self._row.size)  # _UNSEEN
+        return place

@@ -36,6 +36,8 @@ class EngineConfig:
       "model", with the same names as the field `model`.
     - `adaptive`: drafts are as long as pays by measured cost and acceptance, and none are made where none pay. Without
       it they are as long as `num_speculative_tokens` allows.
+    - `adaptive_cache`: with `adaptive`, what is found of drafters that are told of every step (heads, token recycling)
+      is read from a small file in specserve's cache folder, and written there when the engine closes.
     - `quantization`: "auto" is int8 where native kernels serve the CPU and no dtype is asked for, int4 there for a
       checkpoint whose own integers int4 keeps (GPTQ and AWQ of 4 bits), else none.
     - `isa`: instruction set of the CPU kernels; "auto" is the environment variable SPECSERVE_ISA, else the fastest.
@@ -100,6 +102,9 @@ class EngineConfig:
     adaptive: Annotated[
         bool,
         Help("Draft only as much as pays, by measured cost and acceptance; else as much as may be.", "Speculation"),
+    ] = True
+    adaptive_cache: Annotated[
+        bool, Help("Keep on disk which drafters did not pay: they are tried later at the next start.", "Speculation")
     ] = True
     verification: Annotated[
         str, Help("How drafts are judged; coupled gives the same text as plain decoding.", "Speculation")

@@ -22,6 +22,7 @@ from specserve.checkpoint.folder import is_adapter, read_config
 from specserve.checkpoint.installed import installed
 from specserve.checkpoint.peft import PeftAdapter, read_peft
 from specserve.checkpoint.quantized import QuantizedWeights
+from specserve.checkpoint.trials import all_trials
 from specserve.config import EngineConfig
 from specserve.errors import ConfigError, NotFetchedError, SpecserveError
 from specserve.files import reading
@@ -79,7 +80,7 @@ def examine(
         Section("Device", [*_cpu(root), *_gpus()]),
         Section("Memory", [("free for an engine", f"{free_memory(device) / GIB:.1f} GiB on {device}")]),
         Section("Kernels", _kernels(device, isa)),
-        Section("Drafters", [("found", ", ".join(DRAFTERS.names()) or "none")]),
+        Section("Drafters", [("found", ", ".join(DRAFTERS.names()) or "none"), *_trials(model)]),
         Section("Structured output", _grammars()),
         _catalog(device, isa),
         _adapter(folder) if is_adapter(folder := Path(model).expanduser()) else _models(model, isa, device),
@@ -223,6 +224,22 @@ def _models(model: str, isa: str, device: torch.device) -> Section:
         *here,
     ]
     return Section("Models", rows, fault)
+
+
+def _trials(model: str) -> list[tuple[str, str]]:
+    """What earlier runs of the model found of drafters that are told of every step."""
+    try:
+        folder = str(catalog.resolve(model, offline=True, progress=False, convert=False))
+    except SpecserveError:
+        return []
+    rows: list[tuple[str, str]] = []
+    for run, trials in all_trials():
+        for name, trial in trials.items() if run["folder"] == folder else ():
+            saved = f"{'saved' if trial.saved >= 0 else 'lost'} {abs(trial.saved):.1%} of the time"
+            rests = "; rests at first" if trial.num_failed else ""
+            where = ", ".join(str(run[part]) for part in ("kernels", "drafts") if part in run)
+            rows.append((name, f"{saved} of {trial.num_steps:,} steps on {trial.day}{rests} ({where})"))
+    return rows
 
 
 def _layout(layout: Layout, model: str, isa: str) -> Section:

@@ -21,6 +21,7 @@ from specserve.engine.adapter_loader import AdapterLoader, check_folders
 from specserve.engine.adapters import Adapters
 from specserve.engine.counters import Counters
 from specserve.engine.engine import Engine
+from specserve.engine.recall import recall_trials
 from specserve.engine.request import Limits
 from specserve.engine.scheduler import Scheduler
 from specserve.errors import ConfigError
@@ -126,9 +127,9 @@ def build(
     spec, ops, max_rows = model.spec, model.ops, config.max_num_batched_tokens
     num_adapters = _hold_adapters(model, config)
     max_logit_rows = logit_rows(spec.vocab_size, config.max_num_seqs, max_rows)
-    context = TargetContext(
-        model, tokenizer, HeadLoader(folder, model, ops), ops, config.verification, max_rows, max_logit_rows
-    )
+    rows, can_rest = (max_rows, max_logit_rows), config.adaptive and ops.device.type == "cpu"
+    find_head = HeadLoader(folder, model, ops)
+    context = TargetContext(model, tokenizer, find_head, ops, config.verification, *rows, can_rest)
     host = DraftHost.of(config.drafter, drafters, context, spec.vocab_size, config.drafter_timeout_s)
     _check_needs(config.drafter, host.needs, spec)
     taps, top_k = host.needs.hidden_layers, host.needs.top_k
@@ -154,9 +155,9 @@ def build(
     step_s, most = config.max_step_ms and config.max_step_ms / 1000, executor.most_under_way
     scheduler = Scheduler(cache, config.max_num_seqs, max_rows, spec.max_len, max_logit_rows, step_s, adapters, most)
     drafting = DraftController(policy, cache, counters.timed, _weighing(config, scheduler, executor))
+    recall_trials(drafting, config, folder, ops)
     limits = Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids_below(spec.vocab_size))
-    words = partial(vocabulary, tokenizer, spec.vocab_size)
-    compiler = Compiler(words, config.grammar_backend, max_digits=config.max_number_digits)
+    compiler = _compiler(config, tokenizer, spec.vocab_size)
     engine = Engine(executor, cache, scheduler, drafting, limits, counters, partial(ForkedText.begin, tokenizer))
     size, loader = ranks.layout.size if ranks else 1, _load_adapters(engine, heads, config, folder)
     built = Built(engine, folder, ops, tokenizer, compiler, threads, loader, spec.runs, num_kv_bytes, ranks)
@@ -181,6 +182,11 @@ def _find(config: EngineConfig, threads: int, progress: bool) -> tuple[Path, Ops
     ops = tested(ops, folder, partial(choose, config.quantization), attention, bits, size, has_adapters)
     torch.set_num_threads(1 if ops.has_own_threads else threads)
     return folder, ops
+
+
+def _compiler(config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> Compiler:
+    words = partial(vocabulary, tokenizer, vocab_size)
+    return Compiler(words, config.grammar_backend, max_digits=config.max_number_digits)
 
 
 def _weighing(config: EngineConfig, scheduler: Scheduler, executor: Executor) -> Weighing | None:

@@ -94,9 +94,9 @@ class Engine:
         self.cache.pool.forget_drafted()
         self.cache.reads_next = drafter.needs.reads_next
         self.executor.set_outputs(drafter.needs.hidden_layers, drafter.needs.top_k)
-        self.policy.replace(drafter, num_speculative_tokens)
         most = self.executor.most_under_way
-        self.drafting.weighing = Weighing(self.scheduler.cost.decoding, most) if adaptive else None
+        weighing = Weighing(self.scheduler.cost.decoding, most) if adaptive else None
+        self.drafting.use(drafter, num_speculative_tokens, weighing)
 
     def add(self, request: Request, grammar: Grammar | None = None) -> None:
         """Queue a request; `grammar` is its params.structured, compiled. Raises InputError; then nothing remains."""

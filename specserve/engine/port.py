@@ -218,7 +218,7 @@ class LocalPort:
     def close(self) -> None:
         self._compiling.close()
         self._loading.close()
-        self.engine.policy.close()
+        self.engine.drafting.close()
         self.engine.executor.close()
 
 

@@ -46,6 +46,12 @@ BLOCKS = ((1.3, 256), (1.1, 64), (0.0, 16))  # by measured speed: steps with dra
 # which cost 0.1 % of what drafts gain at 1.3x, 0.2 % at 1.1x, and 6 % of the steps where nothing is gained
 TRIAL = 0.5  # plain steps that drafts may lose where nothing is left, to show that they pay again
 TRIAL_AFTER = 32  # plain steps, or twice as many as the last time it failed: drafting is back within 32 steps
+# Of drafters that are told of steps (test_upkeep).
+TRIAL_STEPS = 256  # of decoding, after which one is judged: token recycling begins with an empty table
+TRIAL_LOSES = 16  # plain steps at most until then: two prompts of 1,000 tokens are told to a block head for that
+TRIAL_PAYS = 4  # plain steps, which a trial that has failed is taken to have lost at least, and which count of gains
+UPKEEP_SHARE = 0.005  # of the time may be lost by trials, until they fail: half of what drafts may lose in all
+MOST_HALVED = 6  # times: the longest wait for another trial is 50,000 plain steps
 # Acceptance (PRIOR, KEPT, OWN_PRIOR and OWN_KEPT: the replay).
 BUCKETS, DEPTHS = 8, 8  # of confidence, and of depth; deeper is as the deepest
 PRIOR = 4.0  # trials that a source's own confidence counts for

@@ -18,6 +18,7 @@ from specserve.speculation.host import DraftHost
 from specserve.speculation.policy import Policy
 from specserve.speculation.sources import LOOKUPS, Asked
 from specserve.speculation.tree import Proposals
+from specserve.speculation.upkeep import Upkeep
 from specserve.speculation.weighing import Lengths, Weighing
 from specserve.structured.constrain import constrain
 from specserve.types import JUMP_FORWARD, Draft, Ids, ScheduledSeq, Sequence, Verdict
@@ -34,7 +35,7 @@ class DraftController:
     - admits the nodes of all sequences that pay together; what draws its drafts from a distribution, or is another
       package's, is verified as it is: who shortens a sampled draft by the tokens that are in it changes what is
       generated;
-    - records what came of it, and what it took.
+    - records what came of it, and what it took; a drafter that is told of steps and saves less than that takes rests.
 
     Without `weighing` every draft is as long as may be. Drafts take what a step's own tokens leave of its budget, and
     free blocks alone: nobody is preempted for a guess.
@@ -48,9 +49,32 @@ class DraftController:
         weighing: Weighing | None = None,
     ) -> None:
         self.policy, self.weighing = policy, weighing
+        self.upkeep: dict[str, Upkeep] = {}  # by drafter, of those that are told of steps
+        self.keep_for_next_start: Callable[[Mapping[str, Upkeep]], None] | None = None
         self.draft_seconds: defaultdict[str, float] = defaultdict(float)  # that asking and telling each drafter took
         self._cache, self._timed = cache, timed
         self._asking = self._telling = 0.0  # seconds of the step that has ended
+
+    def use(self, own: DraftHost, num_tokens: int, weighing: Weighing | None) -> None:
+        """Go on with other drafters; one that rests goes on doing so. Only while there is no sequence."""
+        self.policy.replace(own, num_tokens)
+        self.weighing = weighing
+        for part in own.parts:
+            if weighing is not None and part.name in self.upkeep and self.upkeep[part.name].is_resting:
+                self.policy.rest(part)
+
+    def recall(self, num_failed: Mapping[str, int]) -> None:
+        """So many trials of these drafters have failed before: those of the engine rest at first."""
+        for part in self.policy.own.parts:
+            if part.needs.observes and num_failed.get(part.name) and self.weighing is not None:
+                self.upkeep[part.name] = Upkeep(num_failed[part.name], is_resting=True)
+                self.policy.rest(part)
+
+    def close(self) -> None:
+        """Let go of all drafters. Sequences may still end."""
+        self.policy.close()
+        if self.keep_for_next_start is not None:
+            self.keep_for_next_start(self.upkeep)
 
     def begin(self, group: list[Sequence], drafter: str | None) -> None:
         """Choose who drafts for the completions of a request, as Policy.admit does."""
@@ -132,7 +156,7 @@ class DraftController:
             own = [each for each in step.seqs if host in self.policy.parts[each.seq]]
             host.observe(own, verdicts, hidden, step.preempted, top)
             now = time.perf_counter()
-            self.draft_seconds[host.name] += now - last
+            self._spend(host, now - last)
             last = now
         self._telling = last - begun
         if self.weighing is not None:
@@ -142,7 +166,23 @@ class DraftController:
         """The step with so many draft rows is over and took so long. Returns what of it was not for asking drafters."""
         if self.weighing is not None:
             self.weighing.end_step(drafted, seconds, self._telling)
+            self._weigh_upkeep(self.weighing, seconds)
         return seconds - self._asking
+
+    def _spend(self, host: DraftHost, seconds: float) -> None:
+        """Asking or telling a drafter took so long."""
+        self.draft_seconds[host.name] += seconds
+        if host.needs.observes and self.weighing is not None:
+            self.upkeep.setdefault(host.name, Upkeep()).charge(seconds)
+
+    def _weigh_upkeep(self, weighing: Weighing, seconds: float) -> None:
+        """After a step: let drafters rest that do not pay for being told of steps, and try them again."""
+        for name in self.upkeep.keys() & self.policy.hosts.keys():
+            upkeep, host = self.upkeep[name], self.policy.hosts[name]
+            upkeep.took(weighing.saved.get(name, 0.0), seconds, weighing.planner.now.plain)
+            if upkeep.is_resting != host.is_resting:
+                (self.policy.rest if upkeep.is_resting else self.policy.wake)(host)
+        weighing.saved.clear()
 
     def _groups(self, limits: Lengths) -> tuple[dict[str, dict[ScheduledSeq, int]], dict[str, DraftHost]]:
         """By source the sequences that it may be asked for, and how long their drafts may be; and the drafters, by
@@ -151,7 +191,7 @@ class DraftController:
         whole: dict[str, DraftHost] = {}
         for each, limit in limits.items():
             seq, host = each.seq, self.policy.host(each.seq)
-            if self.weighing is None or not host.is_trimmable:
+            if self.weighing is None or not (host.is_trimmable or host.is_resting):
                 groups[host.name][each], whole[host.name] = limit, host
             elif seq.draft_limit:
                 for part in self.policy.parts[seq]:
@@ -184,7 +224,7 @@ class DraftController:
                 if len(draft):
                     found[each].append((host.name, draft))
             took[host.name] = time.perf_counter() - begun
-            self.draft_seconds[host.name] += took[host.name]
+            self._spend(host, took[host.name])
         return found, took
 
     def _ask_head(

@@ -65,6 +65,7 @@ class DraftHost:
         self.timeout_s = timeout_s
         self.needs: Needs = Needs.of([part.needs for part in parts] or [getattr(drafter, "needs", Needs())])
         self.is_head = self.needs.cost_class in ("pass", "passes")
+        self.is_resting = False  # as it does not pay for being told of steps: it has no sequences
         self.dropped: Counter[str] = Counter()
         self.make: PartMaker | None = None  # another one, with the same options
         self._drafter = drafter

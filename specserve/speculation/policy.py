@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS
@@ -51,6 +51,11 @@ class Policy:
         """Drafters that have sequences and may propose."""
         return [host for host in self._num_seqs if host.active]
 
+    @property
+    def hosts(self) -> Mapping[str, DraftHost]:
+        """All drafters that were made, by name."""
+        return self._hosts
+
     def host(self, seq: Sequence) -> DraftHost:
         """What drafts for it, under the name that it has there."""
         return self._hosts[seq.drafter]
@@ -81,11 +86,10 @@ class Policy:
             seq.jump_forward = drafter != NONE
             longest = MOST_JUMP_FORWARD if seq.grammar is not None and seq.jump_forward else 0
             seq.stats.longest_draft = max(longest, seq.draft_limit)
-            parts = [part for part in host.parts if seq.prediction or part.name != PREDICTION]
-            self.parts[seq] = [part for part in parts if not of_beams or _reads_own_text(part)]
-            for part in self.parts[seq]:
-                self._num_seqs[part] += 1
-                part.begin(seq)
+            self.parts[seq] = []
+            for part in host.parts:
+                if (seq.prediction or part.name != PREDICTION) and (not of_beams or _reads_own_text(part)):
+                    self._join(seq, part)
 
     def limit(self, seq: Sequence) -> int:
         """How many tokens a draft may have. A step emits one token more than the draft, and none past max_tokens or the
@@ -104,6 +108,31 @@ class Policy:
         """A beam has other tokens than it had."""
         for part in self.parts[seq]:
             part.end(seq)
+            part.begin(seq)
+
+    def rest(self, part: DraftHost) -> None:
+        """Let it have no sequences until it wakes."""
+        part.is_resting = True
+        for seq, parts in self.parts.items():
+            if part in parts:
+                parts.remove(part)
+                self._num_seqs[part] -= 1
+                part.end(seq)
+        self._num_seqs += Counter()
+
+    def wake(self, part: DraftHost) -> None:
+        """Let it have sequences again: those that come, and where it needs nothing of the steps that it was not told of
+        those that are there."""
+        part.is_resting = False
+        for seq in self.parts:
+            if part in self.host(seq).parts and not part.needs.hidden_layers and seq.params.beam_width is None:
+                self._join(seq, part)
+                self.parts[seq].sort(key=self.host(seq).parts.index)
+
+    def _join(self, seq: Sequence, part: DraftHost) -> None:
+        if not part.is_resting:
+            self.parts[seq].append(part)
+            self._num_seqs[part] += 1
             part.begin(seq)
 
     def end(self, seq: Sequence) -> None:

@@ -51,6 +51,7 @@ class Weighing:
         self._by_adapter: WeakKeyDictionary[LoadedAdapter, Rates] = WeakKeyDictionary()
         self._records: dict[Sequence, _Record] = {}
         self._accepted = 0  # nodes of this step
+        self.saved: defaultdict[str, float] = defaultdict(float)  # seconds in this step, by source; see `_credit`
         self._num_steps = 0
 
     def begin(self, group: Many[Sequence]) -> None:
@@ -221,9 +222,21 @@ class Weighing:
                 record.own[source].count(hits, expected)
             if proposals is not None:
                 gained = len(verdict.path) - self.planner.price(len(record.nodes))
+                self._credit(proposals, record.nodes, verdict)
                 record.gain += FORGETS * (gained - record.gain)
                 if seq.drafter in asked:
                     self._repay(seq, record, gained, asked[seq.drafter][1])
+
+    def _credit(self, proposals: Proposals, nodes: list[int], verdict: Verdict) -> None:
+        """Note for each source what those nodes of a draft saved that nobody else proposed, beyond what they took."""
+        own: dict[str, list[bool]] = {}  # whether each was accepted
+        for place, node in enumerate(nodes):
+            if len(owners := proposals.owners[node]) == 1:
+                said = verdict.tokens[min(proposals.depths[node], len(verdict.tokens) - 1)]
+                own.setdefault(owners[0][0], []).append(place in verdict.path and proposals.tokens[node] == said)
+        for source, hits in own.items():
+            rows = self.planner.price(len(nodes)) - self.planner.price(len(nodes) - len(hits))
+            self.saved[source] += (sum(hits) - rows) * self.planner.token
 
     def _repay(self, seq: Sequence, record: _Record, gained: float, asking: float) -> None:
         """A draft that was verified whole has gained so many tokens, but for the seconds of asking for it."""

@@ -111,7 +111,7 @@ def documented_options() -> dict[str, set[str]]:
     page = sections(read("docs/cli.md"), 3)
     options = {
         name: set(re.findall(r"--[\w-]+", " ".join(rows(text))))
-        - {"--no-prefix-caching", "--no-adaptive", "--no-bit-identity"}
+        - {"--no-prefix-caching", "--no-adaptive", "--no-adaptive-cache", "--no-bit-identity"}
         for name, text in page.items()
     }
     shared = {name: options.pop(name) for name in list(options) if name.endswith(" options")}

@@ -237,7 +237,7 @@ def test_nothing_of_one_tenant_is_in_another_ones_drafts() -> None:
 
 
 def test_tables_have_a_bound_and_the_least_recently_used_goes_first() -> None:
-    drafter = RecycleDrafter(NO_TARGET, top_k=8, table_mib=0.25)
+    drafter = RecycleDrafter(NO_TARGET, top_k=8, table_mib=0.17)
     driver = Driver(drafter)
     rng = np.random.default_rng(0)
     peak = 0

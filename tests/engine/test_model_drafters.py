@@ -35,6 +35,7 @@ from specserve.speculation import controller
 from specserve.speculation.planner import Planner
 from specserve.speculation.sources import SourceCost
 from specserve.speculation.tree import Proposals
+from specserve.speculation.upkeep import Upkeep
 from specserve.structured.constrain import constrain
 from specserve.structured.spec import Structured
 from specserve.structured.walk import visit
@@ -485,6 +486,7 @@ def test_drafts_of_passes_that_are_weighed(
     monkeypatch.setattr(Planner, "choose", some)
     monkeypatch.setattr(Planner, "can_draft", lambda *_: True)
     monkeypatch.setattr(SourceCost, "of", lambda *_: 0.0)  # so that it is asked however long a tiny model takes
+    monkeypatch.setattr(Upkeep, "took", lambda *_: None)  # and does not rest
     options: dict[str, Any] = {"drafter": drafter, "drafter_options": {"head": str(heads["eagle3"])}, "adaptive": True}
     storage = local(make(tiny, options).executor).storage
     per_block = sum(layer.nbytes for layer in storage.layers) // storage.num_blocks
