@@ -66,7 +66,7 @@ inline void shrink(const ShrinkArgs& args, int rows, int begin, int end) {
   for (int i = begin; i < end;) {
     const int tile = i / rows, first = i % rows;
     const Adapter* adapter = args.adapters.of_row(first);
-    const int last = same_adapter(args.adapters, first, first + std::min({end - i, rows - first, most_rows(args.format)}));
+    const int last = same_adapter(args.adapters, first, first + std::min({end - i, rows - first, most_rows(args.format, rows)}));
     i += last - first;
     if (!adapter || tile * kTile >= adapter->rank) continue;
     const Weight a{args.format, int(adapter->rank), args.x.width, tile_bytes(args.format, args.x.width), adapter->a};

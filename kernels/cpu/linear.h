@@ -10,7 +10,7 @@ inline void linear(const LinearArgs& args, int rows, int begin, int end, Ahead& 
   float sums[kMaxIntRows * kTile];
   Ahead nothing{};  // for the other rows a tile is at hand
   for (int tile = begin; tile < end; ++tile)
-    each_block(rows, most_rows(args.weight.format), [&](int first, int last) {
+    each_block(rows, most_rows(args.weight.format, rows), [&](int first, int last) {
       tile_any(last - first, args.weight, tile, args.x, first, sums, first ? nothing : ahead);
       for (int r = first; r < last; ++r) add_bias(args.bias, tile * kTile, sums + (r - first) * kTile);
       add_adapters(args.adapters, first, last, tile, sums);
@@ -26,7 +26,7 @@ inline void gated(const GatedArgs& args, int rows, int begin, int end, Ahead& ah
   float gates[kMaxIntRows * kTile], ups[kMaxIntRows * kTile];
   Ahead nothing{};
   for (int tile = begin; tile < end; ++tile)
-    each_block(rows, most_rows(args.weight.format), [&](int first, int last) {
+    each_block(rows, most_rows(args.weight.format, rows), [&](int first, int last) {
       Ahead& own = first ? nothing : ahead;
       const int at = args.is_gated ? 2 * tile : tile;
       tile_any(last - first, args.weight, at, args.x, first, gates, own);

@@ -107,18 +107,17 @@ void tile_int8(const Weight& weight, const uint8_t* tile, const Activation& x, i
   for (int g = 0; g < weight.inputs / kGroup; ++g, tile += 2 * kTile + kTile * kGroup, rows.next_group()) {
     const uint8_t* weights = tile + 2 * kTile;
     fetch<false>(ahead, 2 * kTile + kTile * kGroup);
-    const Int8Inputs<R, Quantized<R>> inputs(rows);
     for (int first = 0; first < kVectors; first += kIntVectors) {
-      const auto& in = inputs.anew();
+      const Quantized<R> in = rows.anew();
       I dots[R][kIntVectors];
       for (int r = 0; r < R; ++r)
         for (I& dot : dots[r]) dot = iset(in.offset(r));
 #pragma GCC unroll 8
       for (int j = 0; j < kGroup / 4; ++j) {
-        Int8Weights some[kIntVectors];
-        for (int v = 0; v < kIntVectors; ++v) some[v] = int8_weights(weights + 4 * kTile * j + (first + v) * kBytes);
+        Bytes some[kIntVectors];
+        for (int v = 0; v < kIntVectors; ++v) some[v] = load_bytes(weights + 4 * kTile * j + (first + v) * kBytes);
         for (int r = 0; r < R; ++r) {
-          const auto four = in.four(r, j);
+          const Bytes four = in.four(r, j);
           for (int v = 0; v < kIntVectors; ++v) dots[r][v] = dot4(dots[r][v], some[v], four);
         }
       }
@@ -193,9 +192,9 @@ void tile_any(int rows, const Weight& weight, int tile, const Activation& x, int
   tile_rows<R>(weight, tile, x, row, out, ahead);
 }
 
-// Rows that share a tile's way through the registers.
-inline int most_rows(Format format) {
-  return format == Format::kInt8 || format == Format::kInt4 ? kMaxIntRows : kMaxRows;
+// Of so many rows those that share a tile's way through the registers.
+inline int most_rows(Format format, int rows) {
+  return format == Format::kInt8 ? most_int8_rows(rows) : format == Format::kInt4 ? kMaxIntRows : kMaxRows;
 }
 
 inline void add_bias(const float* bias, int column, float* x) {

@@ -139,7 +139,7 @@ inline void quantize_group(const float* x, int8_t* out, float* scale, int32_t* s
   for (int v = 0; v < kVectors; ++v) {
     all[v] = load(x + v * kLanes);
     is_nan |= any_nan(all[v]);
-    largest = max(largest, abs(all[v]));
+    largest = max(largest, least_peak(all[v]));
   }
   const float peak = hmax(largest);
   if (is_nan || !std::isfinite(peak)) {

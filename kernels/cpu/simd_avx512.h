@@ -14,6 +14,7 @@ using I = __m512i;
 using Bytes = __m512i;  // kLanes times 4 bytes
 constexpr int kMaxRows = 8;              // rows that share the registers of one tile
 constexpr int kMaxIntRows = 8;           // of one of integers: at least as many
+inline int most_int8_rows(int) { return kMaxIntRows; }
 constexpr int kIntVectors = 2;           // vectors of a tile of integers that are in registers at a time
 constexpr int kQueries = 6;              // query rows that share those of attention, of float32
 constexpr int kBfloat16Queries = 6;      // and where the cache is bfloat16: at most as many
@@ -62,14 +63,10 @@ inline Bytes spread(const void* p) {
 }
 inline Bytes low_nibbles(Bytes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 inline Bytes high_nibbles(Bytes a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
-// kLanes times four weights of a byte, prepared once for all rows.
-using Int8Weights = Bytes;
-inline Int8Weights int8_weights(const void* p) { return load_bytes(p); }
-// What gives dot4 a group of activations of R rows: linear_tiles.h's Quantized itself, or what is made of it first.
-template <int R, class Rows>
-using Int8Inputs = Rows;
+// For each number at least how large the largest of its group counts that becomes 127, so that dot4 can be exact.
+inline F least_peak(F a) { return abs(a); }
 // Each lane: sum += its four weights as they are stored, offset by 128, times its four activations.
-inline I dot4(I sum, Int8Weights weights, Bytes x) { return _mm512_dpbusd_epi32(sum, weights, x); }
+inline I dot4(I sum, Bytes weights, Bytes x) { return _mm512_dpbusd_epi32(sum, weights, x); }
 // The same of weights from 0 to 15, of at most a group; `whole` makes integers of 32 bits of that sum.
 inline I dot_nibbles(I sum, Bytes weights, Bytes x) { return _mm512_dpbusd_epi32(sum, weights, x); }
 inline I whole(I sum) { return sum; }

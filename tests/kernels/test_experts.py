@@ -221,7 +221,7 @@ def test_a_recording_reads_the_routing_when_it_runs(name: str, number: int) -> N
 def test_instruction_sets_agree(weights: str) -> None:
     first, *others = (Layer(make(f"{isa}-{weights}"))(inputs()) for isa in SETS)
     for other in others:
-        torch.testing.assert_close(other, first, rtol=1e-3, atol=2e-2 if weights != "float32" else 1e-5)
+        torch.testing.assert_close(other, first, rtol=1e-3, atol=6e-2 if weights != "float32" else 1e-5)
 
 
 @pytest.mark.parametrize("weights", FORMATS if SETS else ())
