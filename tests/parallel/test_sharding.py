@@ -128,7 +128,7 @@ def test_a_row_has_the_same_bits_in_any_step(case: str, kernels: str, tmp_path: 
         assert torch.equal(one, other)
     (whole,) = logits(folder, 1, kernels)
     error = (together[0] - whole).abs().max() / whole.abs().max()
-    assert error < {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.1, "int4": 0.5}[kernels.partition("-")[2]]
+    assert error < {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.2, "int4": 0.5}[kernels.partition("-")[2]]
 
 
 def test_sums_of_processes_without_common_memory_have_the_same_bits(tmp_path: Path) -> None:
