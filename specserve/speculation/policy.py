@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS
@@ -37,35 +37,30 @@ class Policy:
         self.own = own
         self._max_model_len = max_model_len
         self._timed = timed
-        self._hosts = _named(own)
+        self.hosts = _named(own)  # all that were made, by name
         self._num_seqs: Counter[DraftHost] = Counter()  # of hosts that have any
         self._num_dropped_before = 0  # by drafters that were replaced
 
     @property
     def num_dropped(self) -> int:
         """Lost drafts of all drafters, replaced ones included."""
-        return self._num_dropped_before + sum(host.num_dropped for host in self._hosts.values())
+        return self._num_dropped_before + sum(host.num_dropped for host in self.hosts.values())
 
     @property
     def active(self) -> list[DraftHost]:
         """Drafters that have sequences and may propose."""
         return [host for host in self._num_seqs if host.active]
 
-    @property
-    def hosts(self) -> Mapping[str, DraftHost]:
-        """All drafters that were made, by name."""
-        return self._hosts
-
     def host(self, seq: Sequence) -> DraftHost:
         """What drafts for it, under the name that it has there."""
-        return self._hosts[seq.drafter]
+        return self.hosts[seq.drafter]
 
     def replace(self, own: DraftHost, num_tokens: int) -> None:
         """Close all drafters and go on with another one as the engine's own. Only while there is no sequence."""
         assert not self._num_seqs, "a sequence must end with the drafter it began with"
         self.close()
         self._num_dropped_before = self.num_dropped
-        self.own, self.num_tokens, self._hosts = own, num_tokens, _named(own)
+        self.own, self.num_tokens, self.hosts = own, num_tokens, _named(own)
 
     def admit(self, group: list[Sequence], drafter: str | None) -> None:
         """Choose who drafts for the completions of a request, which names `drafter` or, with None, leaves it to us.
@@ -143,7 +138,7 @@ class Policy:
 
     def close(self) -> None:
         """Let go of all drafters and their threads. Sequences may still end."""
-        for host in self._hosts.values():
+        for host in self.hosts.values():
             host.close()
 
     def nameable(self) -> dict[str, str | None]:
@@ -152,7 +147,7 @@ class Policy:
         refused: dict[str, str | None] = {}
         running = DRAFTERS.stating(RUNS_MODEL)  # refused also where they have a part in "auto"
         for name in sorted({NONE, AUTO, self.own.name, *DRAFTERS.files()}):
-            before, refused[name] = dict(self._hosts), None
+            before, refused[name] = dict(self.hosts), None
             if name in running and name != self.own.name:
                 refused[name] = f"Drafter {name!r} runs a model: it must be the engine's --drafter."
                 continue
@@ -160,9 +155,9 @@ class Policy:
                 self._host(name)
             except InputError as error:
                 refused[name] = str(error)
-            for host in set(self._hosts.values()).difference(before.values()):
+            for host in set(self.hosts.values()).difference(before.values()):
                 host.close()
-            self._hosts = before
+            self.hosts = before
         return refused
 
     def _host(self, name: str) -> DraftHost:
@@ -170,8 +165,8 @@ class Policy:
         code is run. Whatever goes wrong is the request's error: it may end nothing else."""
         if not isinstance(name, str):
             raise InputError(f"drafter is {name!r}; it must be the name of a drafter.", "drafter")
-        if name in self._hosts:
-            return self._hosts[name]
+        if name in self.hosts:
+            return self.hosts[name]
         known = DRAFTERS.files()
         if name not in {NONE, AUTO, *known}:
             hint = "One of another package must be the engine's --drafter."
@@ -180,8 +175,8 @@ class Policy:
         try:
             own = self.own
             found = makers(name, None)
-            host = DraftHost.of(name, found, self.context, own.vocab_size, own.timeout_s, self._hosts)
-            reason, new = "", [part for part in host.parts if part.name not in self._hosts]
+            host = DraftHost.of(name, found, self.context, own.vocab_size, own.timeout_s, self.hosts)
+            reason, new = "", [part for part in host.parts if part.name not in self.hosts]
             allowed, taken = self.context.memory_bytes, sum(part.needs.memory_bytes for part in new)
             if not set(host.needs.hidden_layers) <= set(own.needs.hidden_layers):  # the step as it was recorded
                 reason = "reads layers of the target"
@@ -195,7 +190,7 @@ class Policy:
             raise InputError(str(error), "drafter") from error
         except Exception as error:
             raise InputError(f"Drafter {name!r} cannot be made: {type(error).__name__}: {error}.", "drafter") from error
-        self._hosts |= _named(host)
+        self.hosts |= _named(host)
         return host
 
 

@@ -305,7 +305,7 @@ def test_a_drafter_that_breaks_the_contract_loses_its_own_drafts_only(folder: Pa
 def test_a_drafter_that_is_switched_off_leaves_the_others_and_takes_no_slots(folder: Path) -> None:
     drafters = policy()
     one, two, none = begun(drafters, "one", "two", None)
-    drafters.policy._hosts["one"].close()
+    drafters.policy.hosts["one"].close()
     step = scheduled([one, two, none])
     drafters.draft(step)
     assert [len(each.draft) for each in step.seqs] == [0, 0, 0], "limits are those of the last step"
@@ -333,7 +333,7 @@ def test_replacing_keeps_what_was_counted_and_forgets_the_rest(folder: Path) -> 
     with pytest.raises(AssertionError):
         drafters.policy.replace(own, 5)
     drafters.end(seq)
-    first, old = recorder("failing"), drafters.policy._hosts["failing"]
+    first, old = recorder("failing"), drafters.policy.hosts["failing"]
     drafters.policy.replace(own, 5)
     assert drafters.policy.num_dropped == 1
     assert not old.active
@@ -368,7 +368,7 @@ def test_any_coming_and_going(data: st.DataObject) -> None:
     hosts = {name: Constant(token) for token, name in enumerate(("a", "b", "c"), 1)}
     drafters = policy(DraftHost(hosts["a"], VOCABULARY, 5.0, "a"))
     for name in ("b", "c"):  # as a request would have had them made from files
-        drafters.policy._hosts[name] = DraftHost(hosts[name], VOCABULARY, 5.0, name)
+        drafters.policy.hosts[name] = DraftHost(hosts[name], VOCABULARY, 5.0, name)
     try:
         live: list[Sequence] = []
         for _ in range(data.draw(st.integers(1, 12))):
@@ -566,11 +566,11 @@ def test_what_a_drafters_model_computed_of_nodes_that_a_grammar_replaced_is_forg
 
 def refused(drafters: DraftController, name: Any) -> str:
     """The message of a refusal, which names the parameter and leaves everything as it was."""
-    before = dict(drafters.policy._hosts)
+    before = dict(drafters.policy.hosts)
     with pytest.raises(InputError) as caught:
         drafters.begin([make_seq()], name)
     assert caught.value.param == "drafter"
-    assert drafters.policy._hosts == before
+    assert drafters.policy.hosts == before
     assert not drafters.policy._num_seqs
     return str(caught.value)
 
@@ -600,7 +600,7 @@ def test_what_a_request_brings_about_takes_no_memory_that_the_cache_has(
     assert "'large' takes 4194305 bytes beside which the KV cache was not sized: it must be the engine's" in message
     drafters = policy()
     begun(drafters, "suffix")
-    assert drafters.policy._hosts["suffix"].needs.memory_bytes == 2**22
+    assert drafters.policy.hosts["suffix"].needs.memory_bytes == 2**22
 
 
 @pytest.mark.parametrize("name", [5, ["ngram"], {"name": "ngram"}, b"ngram"])
@@ -648,13 +648,13 @@ def test_of_drafters_that_a_request_may_name_none_is_kept(folder: Path) -> None:
     (folder / "one.py").write_text(closing)
     drafters = policy()
     (seq,) = begun(drafters, "two")
-    before = dict(drafters.policy._hosts)
+    before = dict(drafters.policy.hosts)
     found = drafters.policy.nameable()
     assert "planted" in (found["wrong"] or "")
     assert "reads layers" in (found["three"] or "")
     assert "runs a model" in (found["eagle"] or "")
     assert {name for name in found if found[name] is None} >= {"auto", "none", "one", "two", "ngram", "suffix"}
-    assert drafters.policy._hosts == before
+    assert drafters.policy.hosts == before
     assert recorder("one").heard == ["close"]
     assert propose(drafters, [seq], [3]) == [[2, 2, 2]]
 
@@ -663,4 +663,4 @@ def test_options_with_defaults_are_no_hindrance(folder: Path) -> None:
     drafters = policy()
     begun(drafters, "ngram", "prediction", "one", NONE, None, "one")
     assert recorder_count("one") == 1, "made once"
-    assert sorted(drafters.policy._hosts) == ["ngram", "none", "one", "prediction"]
+    assert sorted(drafters.policy.hosts) == ["ngram", "none", "one", "prediction"]
