@@ -19,8 +19,6 @@ from specserve.speculation.base import DraftContext, DraftRequest, Needs, Sequen
 from specserve.speculation.retrieval import checked_mib, likeliest_tree
 from specserve.types import Draft
 
-PRIORITY = 20  # part of "auto", where it pays
-
 # What came after a token the last time: nothing yet, the best of its row, the second or third, or another.
 _UNSEEN, _BEST, _NEAR, _OTHER = range(4)
 # By that, how likely the best and the second are; each later one is 0.6 times as likely. 60 answers replayed, 5 and
@@ -52,10 +50,6 @@ class RecycleDrafter:
         self._tables: OrderedDict[bytes, _Table] = OrderedDict()  # least recently used first
         self._num_bytes = 0  # of all of them
         self._num_open: Counter[bytes] = Counter()  # sequences of private tenants
-
-    @staticmethod
-    def suits(context: DraftContext, top_k: int = 8, table_mib: float | None = None) -> bool:
-        return context.can_rest  # often look-ups in texts leave little for it to save
 
     def begin(self, seq: SequenceView) -> None:
         """What is known is known of tokens."""

@@ -17,7 +17,6 @@ class NoTarget:
     vocab_size = 2**31  # of any width
     max_model_len = 2**31
     verification = "coupled"
-    can_rest = False
     memory_bytes: int | None = None
 
     def __getattr__(self, name: str) -> Any:

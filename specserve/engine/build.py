@@ -127,9 +127,9 @@ def build(
     spec, ops, max_rows = model.spec, model.ops, config.max_num_batched_tokens
     num_adapters = _hold_adapters(model, config)
     max_logit_rows = logit_rows(spec.vocab_size, config.max_num_seqs, max_rows)
-    rows, can_rest = (max_rows, max_logit_rows), config.adaptive and ops.device.type == "cpu"
-    find_head = HeadLoader(folder, model, ops)
-    context = TargetContext(model, tokenizer, find_head, ops, config.verification, *rows, can_rest)
+    context = TargetContext(
+        model, tokenizer, HeadLoader(folder, model, ops), ops, config.verification, max_rows, max_logit_rows
+    )
     host = DraftHost.of(config.drafter, drafters, context, spec.vocab_size, config.drafter_timeout_s)
     _check_needs(config.drafter, host.needs, spec)
     taps, top_k = host.needs.hidden_layers, host.needs.top_k

@@ -189,5 +189,4 @@ class DraftContext(Protocol):
     hidden_size: int
     num_layers: int
     verification: str  # how sampled drafts are verified; see config.VERIFICATIONS
-    can_rest: bool  # whether a drafter that does not pay for being told of steps is left out then: not on a GPU
     memory_bytes: int | None  # that Needs may ask for; None: any number, as the KV cache is yet to be sized beside it

@@ -36,14 +36,12 @@ class TargetContext:
         verification: str,
         max_rows: int,
         max_logit_rows: int,
-        can_rest: bool = False,
     ) -> None:
         spec = model.spec
         self._tokenizer, self._heads = tokenizer, heads
         self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         self.num_layers, self.max_model_len = spec.num_layers, spec.max_len
         self.verification = verification
-        self.can_rest = self._could_rest = can_rest
         self.memory_bytes: int | None = None
         self.ops = ops
         self._model = model
@@ -109,7 +107,6 @@ class TargetContext:
         With `head` that is the one that they draft with, wherever theirs would lie."""
         other = copy.copy(self)
         other._unused, other._head = list(self._layers or ()), head
-        other.can_rest = self._could_rest
         return other
 
     @property
@@ -129,4 +126,3 @@ class TargetContext:
             runner.bind([next(left) for _ in runner.kv_shapes], block_size)
         self._layers, self._block_size = layers, block_size
         self.memory_bytes = LATE_MEMORY_BYTES
-        self.can_rest = False  # what a step shows is as it is

@@ -636,7 +636,7 @@ def test_the_drafters_that_may_be_named_are_known(tiny: Path, own: str) -> None:
     engine = build(EngineConfig(model=str(tiny), dtype="float32", max_model_len=160, drafter=own)).engine
     found = engine.policy.nameable()
     known = {name for name, reason in found.items() if reason is None}
-    assert ("recycle" in known) == (own in ("recycle", "auto"))
+    assert ("recycle" in known) == (own == "recycle")
     assert {"none", "auto", "ngram", "suffix", own} <= set(known)
     assert all("must be the engine's --drafter" in reason for reason in found.values() if reason is not None)
     for name in {*registry.DRAFTERS.files(), *known}:
