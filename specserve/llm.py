@@ -226,8 +226,6 @@ class LLM:
             vocab_size, timeout_s = engine.limits.vocab_size, self.config.drafter_timeout_s
             host = DraftHost.of(name, makers(name, options), engine.policy.context.reopened(), vocab_size, timeout_s)
             k = engine.policy.num_tokens if num_speculative_tokens is None else num_speculative_tokens
-            if options:  # another head, perhaps
-                engine.drafting.upkeep.clear()
             engine.use(host, k, self.config.adaptive)
             self._loader.heads.reopen()
 

@@ -38,8 +38,8 @@ def recall_trials(drafting: DraftController, config: EngineConfig, folder: Path,
     drafting.recall({name: trial.num_failed for name, trial in known.items()})
     for part in drafting.policy.own.parts:
         if part.is_resting:
-            lost = f"it lost {-known[part.name].saved:.1%} of the time on {known[part.name].day}"
-            _log.info("Drafter %s rests at first: %s. --no-adaptive-cache tries it at once.", part.name, lost)
+            said = "Drafter %s rests at first: it saved less than it took on %s. --no-adaptive-cache tries it at once."
+            _log.info(said, part.name, known[part.name].day)
     drafting.keep_for_next_start = partial(_keep, file, known)
 
 

@@ -48,7 +48,7 @@ TRIAL = 0.5  # plain steps that drafts may lose where nothing is left, to show t
 TRIAL_AFTER = 32  # plain steps, or twice as many as the last time it failed: drafting is back within 32 steps
 # Of drafters that are told of steps (test_upkeep).
 TRIAL_STEPS = 256  # of decoding, after which one is judged: token recycling begins with an empty table
-TRIAL_LOSES = 16  # plain steps at most until then: two prompts of 1,000 tokens are told to a block head for that
+TRIAL_LOSES = 16  # plain steps at most until then: a block head is told of four prompts of 1,000 tokens for that
 TRIAL_PAYS = 4  # plain steps, which a trial that has failed is taken to have lost at least, and which count of gains
 UPKEEP_SHARE = 0.005  # of the time may be lost by trials, until they fail: half of what drafts may lose in all
 MOST_HALVED = 6  # times: the longest wait for another trial is 50,000 plain steps

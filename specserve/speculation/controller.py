@@ -56,12 +56,11 @@ class DraftController:
         self._asking = self._telling = 0.0  # seconds of the step that has ended
 
     def use(self, own: DraftHost, num_tokens: int, weighing: Weighing | None) -> None:
-        """Go on with other drafters; one that rests goes on doing so. Only while there is no sequence."""
+        """Go on with other drafters, of which nothing is known. Only while there is no sequence."""
+        self._keep_upkeep()
         self.policy.replace(own, num_tokens)
         self.weighing = weighing
-        for part in own.parts:
-            if weighing is not None and part.name in self.upkeep and self.upkeep[part.name].is_resting:
-                self.policy.rest(part)
+        self.upkeep.clear()
 
     def recall(self, num_failed: Mapping[str, int]) -> None:
         """So many trials of these drafters have failed before: those of the engine rest at first."""
@@ -73,8 +72,13 @@ class DraftController:
     def close(self) -> None:
         """Let go of all drafters. Sequences may still end."""
         self.policy.close()
-        if self.keep_for_next_start is not None:
-            self.keep_for_next_start(self.upkeep)
+        self._keep_upkeep()
+
+    def _keep_upkeep(self) -> None:
+        """Of the drafters that the engine was made with, once."""
+        keep, self.keep_for_next_start = self.keep_for_next_start, None
+        if keep is not None:
+            keep(self.upkeep)
 
     def begin(self, group: list[Sequence], drafter: str | None) -> None:
         """Choose who drafts for the completions of a request, as Policy.admit does."""
@@ -160,7 +164,7 @@ class DraftController:
             last = now
         self._telling = last - begun
         if self.weighing is not None:
-            self.weighing.record(verdicts)
+            self.weighing.record(verdicts, self.upkeep)
 
     def end_step(self, drafted: int, seconds: float) -> float:
         """The step with so many draft rows is over and took so long. Returns what of it was not for asking drafters."""

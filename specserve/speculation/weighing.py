@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence as Many
+from collections.abc import Collection, Mapping, Sequence as Many
 from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 from operator import mul
@@ -196,8 +196,8 @@ class Weighing:
             proposals.compute_survival(record.shared, record.own)
         record.proposals, record.nodes, record.waited = proposals, list(nodes), 0
 
-    def record(self, verdicts: Mapping[Sequence, Verdict]) -> None:
-        """Learn from what came of the sequences that sources were asked for."""
+    def record(self, verdicts: Mapping[Sequence, Verdict], told: Collection[str] = ()) -> None:
+        """Learn from what came of the sequences that sources were asked for, and what those that are `told` saved."""
         self._accepted = sum(len(verdict.path) for verdict in verdicts.values())
         for seq, verdict in verdicts.items():
             record = self._records[seq]
@@ -222,7 +222,8 @@ class Weighing:
                 record.own[source].count(hits, expected)
             if proposals is not None:
                 gained = len(verdict.path) - self.planner.price(len(record.nodes))
-                self._credit(proposals, record.nodes, verdict)
+                if told:
+                    self._credit(proposals, record.nodes, verdict)
                 record.gain += FORGETS * (gained - record.gain)
                 if seq.drafter in asked:
                     self._repay(seq, record, gained, asked[seq.drafter][1])

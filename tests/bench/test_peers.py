@@ -50,7 +50,7 @@ def test_bars_show_engines_modes_and_rates(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     picture = (tmp_path / "one.svg").read_text()
     for text in ("specserve int8", "other q8_0", "1 stream", "8 streams", "143", "64", "plain decoding", "a-model"):
-        assert f">{text}" in picture or text in picture
+        assert text in picture
     assert picture == (tmp_path / "two.svg").read_text(), "the same figures are the same file"
 
 
