@@ -93,8 +93,8 @@ class RecycleDrafter:
 
 
 class _Table:
-    """What the target held likeliest after the tokens of one tenant. Bytes, as a step reads and writes a handful of
-    rows: arrays take ten times as long for that."""
+    """What the target held likeliest after the tokens of one tenant. In bytes, as a step reads and writes but a
+    handful of rows."""
 
     def __init__(self, top_k: int) -> None:
         self._row = Struct(f"={top_k}iB")  # best first, then what came the last time

@@ -232,14 +232,15 @@ def _trials(model: str) -> list[tuple[str, str]]:
         folder = str(catalog.resolve(model, offline=True, progress=False, convert=False))
     except SpecserveError:
         return []
-    rows: list[tuple[str, str]] = []
+    found: dict[str, list[str]] = {}
     for run, trials in all_trials():
         for name, trial in trials.items() if run["folder"] == folder else ():
             saved = f"{'saved' if trial.saved >= 0 else 'lost'} {abs(trial.saved):.1%} of the time"
             rests = "; rests at first" if trial.num_failed else ""
             where = ", ".join(str(run[part]) for part in ("kernels", "drafts") if part in run)
-            rows.append((name, f"{saved} of {trial.num_steps:,} steps on {trial.day}{rests} ({where})"))
-    return rows
+            told = f"{saved} of {trial.num_steps:,} steps on {trial.day}{rests} ({where})"
+            found.setdefault(name, []).append(told)
+    return [(name, "; ".join(runs)) for name, runs in found.items()]
 
 
 def _layout(layout: Layout, model: str, isa: str) -> Section:

@@ -63,7 +63,7 @@ inline Bytes spread(const void* p) {
 }
 inline Bytes low_nibbles(Bytes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 inline Bytes high_nibbles(Bytes a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
-// For each number at least how large the largest of its group counts that becomes 127, so that dot4 can be exact.
+// By number what the peak of its group must be at least: the peak becomes 127, and dot4 has to hold the products.
 inline F least_peak(F a) { return abs(a); }
 // Each lane: sum += its four weights as they are stored, offset by 128, times its four activations.
 inline I dot4(I sum, Bytes weights, Bytes x) { return _mm512_dpbusd_epi32(sum, weights, x); }
