@@ -67,25 +67,29 @@ class Job:
 
 
 class Jobs(Sequence[Job]):
-    """All answers, in rounds: each round answers every prompt once, in an order of its own, and has all temperatures
-    in equal parts; after as many rounds as there are temperatures every prompt was answered at each. What a job is
-    follows from its number, the seed and the prompts alone."""
+    """All answers: each prompt's at each temperature. `GROUP` prompts at a time, in an order drawn once, are answered
+    in as many turns as there are temperatures; a turn answers each of the group and has all temperatures in equal
+    parts. From the second turn on the engine finds the prompts in its prefix cache, which keeps a few hundred. What a
+    job is follows from its number, the seed and the prompts alone."""
+
+    GROUP = 128
 
     def __init__(self, prompts: Prompts, temperatures: Sequence[float], seed: int) -> None:
         self._prompts = prompts
         self._temperatures = temperatures
         self._seed = seed
-        count, rounds = len(prompts.prompts), range(len(temperatures))
-        self._orders = [np.random.Generator(np.random.PCG64([seed, each])).permutation(count) for each in rounds]
+        self._order = np.random.Generator(np.random.PCG64([seed, 0])).permutation(len(prompts.prompts))
 
     def __len__(self) -> int:
-        return sum(map(len, self._orders))
+        return len(self._order) * len(self._temperatures)
 
     def __getitem__(self, number: int) -> Job:  # type: ignore[override]  # nobody slices it
         if not 0 <= number < len(self):
             raise IndexError(number)
-        turn, place = divmod(number, len(self._prompts.prompts))
-        prompt = int(self._orders[turn][place])
+        group, within = divmod(number, self.GROUP * len(self._temperatures))
+        members = self._order[group * self.GROUP : (group + 1) * self.GROUP]
+        turn, place = divmod(within, len(members))
+        prompt = int(members[place])
         temperature = self._temperatures[(prompt + turn) % len(self._temperatures)]
         seed = digest64(f"{self._seed}/{turn}/{self._prompts.prompts[prompt].digest}") >> 1
         return Job(prompt, temperature, seed)

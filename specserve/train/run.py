@@ -86,6 +86,7 @@ def _origin(folder: Path, engine: Mapping[str, Any], prompts: Prompts) -> dict[s
     return {
         "target": whole.hexdigest(),
         "prompts": prompts.digest,
+        "group": Jobs.GROUP,
         "dtype": engine.get("dtype", "auto"),
         "quantization": engine.get("quantization", "auto"),
     }

@@ -14,7 +14,7 @@ from specserve.async_llm import AsyncLLM
 from specserve.errors import ConfigError, InputError
 from specserve.train.batches import Answer, plan_batches
 from specserve.train.config import TrainingOptions
-from specserve.train.prompts import Jobs, Prompts, read_prompts
+from specserve.train.prompts import Jobs, Prompts, TrainingPrompt, read_prompts
 from specserve.train.text import INDEX, WrittenText
 from specserve.train.vocabulary import choose_ids, count_outputs, offsets
 from specserve.train.writing import write_text
@@ -53,6 +53,23 @@ def write(folder: Path, tiny: Path, prompts: Prompts, tokens: int | None, stream
                 await write_text(llm, text, prompts, jobs, (12, 96), streams, tokens, print)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("count", [5, Jobs.GROUP, 2 * Jobs.GROUP + 40])
+def test_a_turn_answers_a_group_of_prompts(count: int) -> None:
+    temperatures = (0.0, 0.7, 1.0)
+    prompts = Prompts([TrainingPrompt(str(i), "all") for i in range(count)])
+    jobs = list(Jobs(prompts, temperatures, 7))
+    assert len({job.seed for job in jobs}) == len(jobs) == 3 * count
+    groups = [min(Jobs.GROUP, count - first) for first in range(0, count, Jobs.GROUP)]
+    for first, size in zip(np.cumsum([0, *groups]) * 3, groups, strict=False):
+        turns = [jobs[first + turn * size : first + (turn + 1) * size] for turn in range(3)]
+        for turn in turns:
+            assert [job.prompt for job in turn] == [job.prompt for job in turns[0]]
+            counts = [sum(job.temperature == each for job in turn) for each in temperatures]
+            assert count % Jobs.GROUP or max(counts) - min(counts) < size / 4
+        assert all(sorted(job.temperature for job in jobs) == [0, 0.7, 1] for jobs in zip(*turns, strict=True))
+    assert {job.prompt for job in jobs} == set(range(count))
 
 
 def test_text_is_the_same_after_kills(tiny: Path, prompts: Prompts, tmp_path: Path) -> None:
