@@ -37,6 +37,7 @@ from specserve.checkpoint import catalog
 from specserve.config import DEFAULT_MODEL
 from specserve.errors import SpecserveError
 from specserve.text.tokenizer import Tokenizer
+from specserve.train.writing import prompt_ids
 
 WEIGHTS = {"specserve": "bf16", "transformers": "bf16", "llamacpp": "q8_0", "vllm": "bf16", "openvino": "q8_0"}
 READS_GGUF = ("llamacpp", "openvino")
@@ -188,7 +189,8 @@ class Comparison:
         )
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode_chat([{"role": "user", "content": text}])
+        """A user's message; of a model without a chat template the text itself."""
+        return prompt_ids(self.tokenizer, text)
 
 
 def pieces(text: list[int], size: int, count: int) -> list[list[int]]:

@@ -15,8 +15,9 @@ from typing import Any
 from rich.table import Table
 
 from specserve.bench.random_target import num_parameters, spec_of
+from specserve.bench.recorder import DirectHost
 from specserve.bench.report import table_of
-from specserve.bench.verify_cost import DirectHost, verify_cost
+from specserve.bench.verify_cost import verify_cost
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, EngineError
 from specserve.llm import LLM

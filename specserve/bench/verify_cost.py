@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from specserve.bench.recorder import DirectHost
 from specserve.bench.report import described, table_of
 from specserve.bench.traffic import read_bandwidth, watched
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, EngineError
 from specserve.machine.ownership import interrupted_after
-from specserve.machine.worker import Outcome
 from specserve.registry import NONE
 from specserve.runtime.executor import local
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.host import DraftHost
 from specserve.types import Draft, Event, SamplingParams
 
 if TYPE_CHECKING:
@@ -61,13 +60,6 @@ class _WrongDrafter:
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         return [Draft.chain([self.token] * request.num_tokens) for request in requests]
-
-
-class DirectHost(DraftHost):
-    """Calls its drafter on the engine's thread, as the engine calls those of drafters/."""
-
-    def _call(self, function: Callable[[], Any], num_drafts: int = 1) -> Outcome:
-        return Outcome(function(), None)
 
 
 class VerifySteps:

@@ -20,11 +20,12 @@ _POOL = 512  # answers that are sorted by length, so that those of a batch are a
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A prompt and what the target wrote behind it."""
+    """A prompt and what the target wrote behind it; answer `number` of its text."""
 
     tokens: NDArray[Any]  # of any whole numbers: as they are stored, which takes a quarter of int64
     num_prompt: int
     category: str
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,54 +1,146 @@
-"""Hidden states of the target on disk, so that they are computed once and not once an epoch."""
+"""Hidden states of the target on disk: as the engine computed them while it wrote the text, or computed when a step of
+training first asks for them."""
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve.bench.recorder import rounded
 from specserve.cache.sizing import GIB
 from specserve.errors import CapacityError
 from specserve.train.batches import Answer
 from specserve.train.target import Target
 
-_LARGEST = 65504.0  # of float16
+_INDEX = np.dtype([("answer", "<u4"), ("count", "<u4"), ("start", "<u8")])  # of an answer: its tokens in rows.bin
+BLOCK_SIZE = 16  # tokens of a block of the KV cache of the engine that writes
+_UNCHECKED_BYTES = 2**26  # that are written before the disk's free bytes are looked at again
+_LEFT_FREE_BYTES = 2**30
 
 
 class HiddenCache:
-    """Float16 numbers [tokens of all answers, layers, hidden] in hidden.bin, and in hidden.done a byte for each answer
-    whose numbers are there. What is asked for the first time is rounded as what was stored: a run that was killed goes
-    on with the same numbers. Raises CapacityError where the disk is too small."""
+    """The residual stream behind `layers`, `hidden_size` wide, of the answers of a text, by their numbers in it.
 
-    def __init__(self, folder: Path, target: Target, answers: Sequence[Answer], layers: Sequence[int]) -> None:
-        self._target, self._answers, self._layers = target, answers, [*layers, target.last_layer]
-        self._starts = [0, *itertools.accumulate(len(answer.tokens) for answer in answers)]
-        shape = self._starts[-1], len(self._layers), target.spec.hidden_size
-        self.num_bytes = 2 * int(np.prod(shape))
-        path, done = folder / "hidden.bin", folder / "hidden.done"
-        is_new = not path.exists() or path.stat().st_size != self.num_bytes or not done.exists()
-        free = shutil.disk_usage(folder).free
-        if is_new and self.num_bytes > free:
+    `folder` has states.bin (rows, float16 [layers, hidden]; row 0 is zeros), rows.bin (for each token of an answer its
+    row) and index.bin (a record for each answer). What answers have in common at their beginning is stored once if the
+    engine computed it once. An answer is there once its record is. Whoever uses the folder has locked the text that it
+    belongs to. Raises CapacityError where the disk is too small.
+    """
+
+    def __init__(self, folder: Path, layers: Sequence[int], hidden_size: int) -> None:
+        self.folder = folder / ("hidden-" + "-".join(map(str, layers)))
+        self.layers = tuple(layers)
+        self._shape = len(layers), hidden_size
+        self._row_bytes = 2 * len(layers) * hidden_size
+        self.folder.mkdir(exist_ok=True)
+        self._files = {}
+        for name in ("states", "rows", "index"):
+            path = self.folder / f"{name}.bin"
+            path.touch()
+            self._files[name] = path.open("r+b")
+        records = np.fromfile(self.folder / "index.bin", _INDEX)
+        self._places = {int(r["answer"]): (int(r["start"]), int(r["count"])) for r in records}
+        self._num_rows = self._end("states", self._row_bytes)
+        self._num_tokens = self._end("rows", 4)
+        self._end("index", _INDEX.itemsize)
+        self._known: dict[tuple[int, bytes], int] = {}  # a block's first row, by that of the one before and its tokens
+        self._unchecked = _UNCHECKED_BYTES
+        try:
+            if not self._num_rows:
+                self._write_rows(np.zeros((1, *self._shape), np.float16))
+        except CapacityError:
+            self.close()
+            raise
+
+    def _end(self, name: str, size: int) -> int:
+        """Go to the last whole entry of a file; gives how many there are."""
+        file = self._files[name]
+        count = file.seek(0, 2) // size
+        file.truncate(count * size)
+        file.seek(count * size)
+        return count
+
+    def __contains__(self, answer: int) -> bool:
+        return answer in self._places
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_rows * self._row_bytes
+
+    def check_room(self, num_tokens: int) -> None:
+        """Raise CapacityError where the states of so many more tokens do not fit."""
+        needed, free = num_tokens * self._row_bytes, shutil.disk_usage(self.folder).free
+        if needed > free:
             raise CapacityError(
-                f"--cache-hidden needs {self.num_bytes / GIB:.2f} GiB and {free / GIB:.2f} GiB are free in {folder}. "
+                f"--cache-hidden needs {needed / GIB:.2f} GiB more and {free / GIB:.2f} GiB are free in {self.folder}. "
                 "Leave it out: the target then computes hidden states anew in each epoch."
             )
-        if is_new:
-            done.unlink(missing_ok=True)  # first: what it speaks of is about to go
-        self._states = np.memmap(path, np.float16, "w+" if is_new else "r+", shape=shape)
-        self._done = np.memmap(done, np.uint8, "w+" if is_new else "r+", shape=(len(answers),))
 
-    def states(self, which: Sequence[int]) -> list[Tensor]:
-        """Of these answers, as Target.hidden has them with the last layer behind `layers`."""
-        missing = [i for i in which if not self._done[i]]
-        computed = self._target.hidden([self._answers[i].tokens for i in missing], self._layers)
-        for i, state in zip(missing, computed, strict=True):
-            rounded = state.clamp(-_LARGEST, _LARGEST).half()
-            self._states[self._starts[i] : self._starts[i + 1]] = rounded.cpu().numpy()
-            self._done[i] = 1
-        found = (torch.from_numpy(self._states[self._starts[i] : self._starts[i + 1]].copy()) for i in which)
-        return [state.to(self._target.device).float() for state in found]
+    def add(self, answer: int, tokens: Sequence[int] | NDArray[Any], first: int, states: Tensor) -> None:
+        """Keep what was computed of an answer, float16 [n, layers, hidden]: of its tokens from number `first` on; those
+        before were in the engine's prefix cache, whose blocks earlier answers filled. Where one of these has not been
+        added, nothing is kept. Tokens behind the last state have zeros: nothing follows them."""
+        ids = np.asarray(tokens, np.uint32)
+        blocks = [ids[i : i + BLOCK_SIZE].tobytes() for i in range(0, len(ids), BLOCK_SIZE)]
+        rows, before = np.zeros(len(ids), np.uint32), 0
+        for i, block in zip(range(0, first, BLOCK_SIZE), blocks, strict=False):
+            before = self._known.get((before, block), 0)
+            if not before:
+                return
+            rows[i:first] = np.arange(before, before + len(rows[i:first]))
+        rows[first : first + len(states)] = np.arange(self._num_rows, self._num_rows + len(states))
+        self._write_rows(states.numpy())
+        before = 0
+        whole = (first + len(states)) // BLOCK_SIZE
+        for i, block in zip(range(0, whole * BLOCK_SIZE, BLOCK_SIZE), blocks, strict=False):
+            before = self._known.setdefault((before, block), int(rows[i]))
+        record = np.array([(answer, len(rows), self._num_tokens)], _INDEX)
+        for name, content in (("rows", rows), ("index", record)):
+            self._files[name].write(content.tobytes())
+            self._files[name].flush()
+        self._places[answer] = self._num_tokens, len(rows)
+        self._num_tokens += len(rows)
+
+    def _write_rows(self, states: NDArray[np.float16]) -> None:
+        self._unchecked += states.nbytes
+        if self._unchecked >= _UNCHECKED_BYTES:
+            self.check_room((_LEFT_FREE_BYTES + states.nbytes) // self._row_bytes)
+            self._unchecked = 0
+        self._files["states"].write(states.tobytes())
+        self._files["states"].flush()
+        self._num_rows += len(states)
+
+    def read(self, answer: int) -> Tensor:
+        """Float32 [tokens, layers, hidden]."""
+        start, count = self._places[answer]
+        rows = np.memmap(self.folder / "rows.bin", np.uint32, "r", 4 * start, (count,))
+        states = np.memmap(self.folder / "states.bin", np.float16, "r", shape=(self._num_rows, *self._shape))
+        return torch.from_numpy(states[rows]).float()
+
+    def states(self, target: Target, answers: Sequence[Answer]) -> list[Tensor]:
+        """As `target.hidden` has them of these answers, rounded; what is not there yet is computed and added."""
+        missing = [each for each in answers if each.number not in self]
+        computed = target.hidden([each.tokens for each in missing], self.layers)
+        for each, state in zip(missing, computed, strict=True):
+            self.add(each.number, each.tokens, 0, rounded(state, torch.float16).cpu())
+        return [self.read(each.number).to(target.device) for each in answers]
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def __enter__(self) -> HiddenCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -66,7 +66,10 @@ class TrainingOptions:
     bigram_rank: Annotated[int, Help("block: rank of the bias on the token before; 0 is none.", "Head")] = 128
     anchors: Annotated[int, Help("block: blocks that each answer of a step trains.")] = 32
     cache_hidden: Annotated[
-        bool, Help("Keep the target's hidden states on disk: 2 bytes a number, not computed each epoch.")
+        bool,
+        Help(
+            "Keep hidden states on disk as the engine that writes the text computes them: no step computes them again."
+        ),
     ] = False
     epochs: Annotated[float, Help("How often each answer is read.")] = 3.0
     batch_tokens: Annotated[int, Help("Most tokens of a step's answers, padding included.")] = 2048

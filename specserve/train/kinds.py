@@ -19,40 +19,53 @@ from specserve.train.heads import TrainedHead, layers_spec
 from specserve.train.medusa import MedusaHeads
 from specserve.train.target import Target
 
-Maker = Callable[[Target, NDArray[np.int64], int, TrainingOptions], TrainedHead]
+Maker = Callable[[Target, NDArray[np.int64], int, tuple[int, ...], TrainingOptions], TrainedHead]
+
+
+def hidden_layers(kind: str, num_layers: int, options: TrainingOptions) -> tuple[int, ...]:
+    """Those of a target with `num_layers` that such a head reads. Raises ConfigError for what the target has not."""
+    if wrong := [layer for layer in options.hidden_layers if not 0 <= layer < num_layers]:
+        raise ConfigError(f"--hidden-layers has {wrong}; the target has 0 to {num_layers - 1}.")
+    if kind == "medusa":
+        if options.hidden_layers:
+            raise ConfigError("--hidden-layers: medusa reads what stands behind the target's last layer. Leave it out.")
+        return (num_layers - 1,)
+    default = eagle.default_layers if kind == "eagle" else block.default_layers
+    return options.hidden_layers or default(num_layers)
 
 
 def make_head(
     kind: str, target: Target, ids: NDArray[np.int64], mask_token_id: int, options: TrainingOptions
 ) -> TrainedHead:
     """A head that proposes from `ids`, ascending; the same bits for the same options.seed. `mask_token_id` stands for
-    tokens that a block has yet to guess. Raises ConfigError for hidden layers that the target does not have."""
-    if wrong := [layer for layer in options.hidden_layers if not 0 <= layer < target.spec.num_layers]:
-        raise ConfigError(f"--hidden-layers has {wrong}; the target has 0 to {target.last_layer}.")
-    if kind == "medusa" and options.hidden_layers:
-        raise ConfigError("--hidden-layers: medusa reads what stands behind the target's last layer. Leave it out.")
+    tokens that a block has yet to guess. Raises ConfigError as `hidden_layers` does."""
+    layers = hidden_layers(kind, target.spec.num_layers, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        return _MAKERS[kind](target, ids, mask_token_id, options)
+        return _MAKERS[kind](target, ids, mask_token_id, layers, options)
 
 
-def _eagle(target: Target, ids: NDArray[np.int64], mask_token_id: int, options: TrainingOptions) -> TrainedHead:
+def _eagle(
+    target: Target, ids: NDArray[np.int64], mask_token_id: int, layers_read: tuple[int, ...], options: TrainingOptions
+) -> TrainedHead:
     layers = layers_spec(target.spec, options.layers, len(ids), options.qk_norm)
     spec = EagleSpec(
         version=3,
         target=target.shape,
         layers=layers,
-        hidden_layers=options.hidden_layers or eagle.default_layers(target.spec.num_layers),
+        hidden_layers=layers_read,
         has_head=True,
     )
     return EagleHead(spec, ids, *target.tables(), options.depth)
 
 
-def _block(target: Target, ids: NDArray[np.int64], mask_token_id: int, options: TrainingOptions) -> TrainedHead:
+def _block(
+    target: Target, ids: NDArray[np.int64], mask_token_id: int, layers_read: tuple[int, ...], options: TrainingOptions
+) -> TrainedHead:
     spec = BlockSpec(
         target=target.shape,
         layers=layers_spec(target.spec, options.layers, len(ids), options.qk_norm),
-        hidden_layers=options.hidden_layers or block.default_layers(target.spec.num_layers),
+        hidden_layers=layers_read,
         block_size=options.depth,
         mask_token_id=mask_token_id,
         has_head=True,
@@ -63,7 +76,9 @@ def _block(target: Target, ids: NDArray[np.int64], mask_token_id: int, options: 
     return BlockHead(spec, ids, *target.tables(), options.anchors)
 
 
-def _medusa(target: Target, ids: NDArray[np.int64], mask_token_id: int, options: TrainingOptions) -> TrainedHead:
+def _medusa(
+    target: Target, ids: NDArray[np.int64], mask_token_id: int, layers_read: tuple[int, ...], options: TrainingOptions
+) -> TrainedHead:
     spec = MedusaSpec(
         target=target.shape, num_heads=options.depth, num_layers=options.layers, draft_vocab_size=len(ids)
     )

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from specserve.cache.sizing import GIB, free_memory
 from specserve.errors import CapacityError, EngineError, ModelError
@@ -47,8 +46,9 @@ class Training:
         answers: Sequence[Answer],
         held_out: Sequence[Answer],
         options: TrainingOptions,
+        cache: HiddenCache | None = None,
     ) -> None:
-        self._folder, self._options = folder, options
+        self._folder, self._options, self._cache = folder, options, cache
         self.head = head.to(target.device)
         self._target, self._ids = target, torch.from_numpy(ids).to(target.device)
         self._answers, self._held_out = answers, held_out[:MOST_HELD_OUT]
@@ -64,7 +64,6 @@ class Training:
         self.step = 0
         self.saved = 0  # the step of the newest checkpoint; 0: there is none
         self._data = {"answers": len(answers), "answer_tokens": sum(lengths)}
-        self.cache = HiddenCache(folder, target, answers, head.hidden_layers) if options.cache_hidden else None
         self._load()
 
     @property
@@ -138,14 +137,14 @@ class Training:
         for batch in plan_batches(lengths, 1, self._options.batch_tokens, self._options.seed):
             yield self._batch([self._held_out[i] for i in batch])
 
-    def _batch(self, answers: Sequence[Answer], states: list[Tensor] | None = None) -> Batch:
+    def _batch(self, answers: Sequence[Answer]) -> Batch:
+        states = None if self._cache is None else self._cache.states(self._target, answers)
         return make_batch(self._target, answers, self.head.hidden_layers, self._ids, states)
 
     def _one_step(self) -> float:
         options = self._options
         which = self._plan[self.step]
-        states = None if self.cache is None else self.cache.states(which)
-        batch = self._batch([self._answers[i] for i in which], states)
+        batch = self._batch([self._answers[i] for i in which])
         generator = torch.Generator().manual_seed((options.seed << 32) + self.step)
         loss = batch_loss(self.head, batch, generator, options.cross_entropy)
         value = loss.item()

@@ -9,6 +9,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from specserve.models.loader import native_spec
 from specserve.models.lora import Adapter, read_adapter
 from specserve.text.tokenizer import Tokenizer
 from specserve.train.batches import Answer
+from specserve.train.cache import BLOCK_SIZE, HiddenCache
 from specserve.train.config import KINDS, TrainingOptions, check_same, read_identity
-from specserve.train.kinds import in_words, make_head
+from specserve.train.kinds import hidden_layers, in_words, make_head
 from specserve.train.loop import Training
 from specserve.train.output import machine, write_recipe
 from specserve.train.prompts import Jobs, Prompts, read_prompts
@@ -63,12 +65,17 @@ def train(
     origin = _origin(folder, engine, prompts) | ({} if adapter is None else {"adapter": adapter.digest})
     _check_run(options.out, {"kind": kind, **origin, **options.identity()})
     jobs = Jobs(prompts, options.temperatures, options.seed)
-    with WrittenText(options.text_folder, {**origin, **options.text_identity()}, spec.vocab_size) as text:
+    layers = *hidden_layers(kind, spec.num_layers, options), spec.num_layers - 1
+    with (
+        WrittenText(options.text_folder, {**origin, **options.text_identity()}, spec.vocab_size) as text,
+        HiddenCache(text.folder, layers, spec.hidden_size) if options.cache_hidden else nullcontext() as cache,
+    ):
         if not has_all(text, jobs, options.tokens):
             with_adapter = {**engine, **_lora(source, adapter)}
-            _write(text, prompts, jobs, model, with_adapter, options, say, None if source is None else source.name)
+            name = None if source is None else source.name
+            _write(text, prompts, jobs, model, with_adapter, options, say, name, cache)
         shown = model if source is None else f"{model} with adapter {source.name}"
-        return _Run(kind, folder, text, prompts, engine, options, adapter).run(model, shown, say)
+        return _Run(kind, folder, text, prompts, engine, options, adapter, cache).run(model, shown, say)
 
 
 def _lora(source: AdapterSource | None, adapter: Adapter | None) -> dict[str, Any]:
@@ -115,16 +122,17 @@ def _write(
     options: TrainingOptions,
     say: Say,
     adapter: str | None,
+    cache: HiddenCache | None,
 ) -> None:
     """Let the target answer until there is enough."""
 
     async def write() -> None:
         sizes: dict[str, Any] = {"max_model_len": options.max_length, "max_num_seqs": options.streams}
-        sizes["max_num_batched_tokens"] = max(512, options.streams)
+        sizes |= {"max_num_batched_tokens": max(512, options.streams), "block_size": BLOCK_SIZE}
         async with AsyncLLM(model, drafter="none", adaptive=False, **sizes, **engine) as llm:
             say(f"text: {llm.summary}")
             limits = options.max_tokens, options.max_length
-            await write_text(llm, text, prompts, jobs, limits, options.streams, options.tokens, say, adapter)
+            await write_text(llm, text, prompts, jobs, limits, options.streams, options.tokens, say, adapter, cache)
 
     try:
         asyncio.run(write())
@@ -142,12 +150,13 @@ def split(text: WrittenText, prompts: Prompts, tokens: int | None) -> tuple[list
         enough = np.searchsorted(np.cumsum(records["num_output"], dtype=np.int64), tokens) + 1
         records = records[:enough]
     groups: tuple[list[Answer], list[Answer], list[Answer]] = [], [], []  # to learn; held out, greedy; and sampled
-    for record in records[records["num_output"] > 0]:
+    for place in np.flatnonzero(records["num_output"] > 0):
+        record = records[place]
         first, number = int(record["start"]), int(record["prompt"])
         stop = first + int(record["num_prompt"]) + int(record["num_output"])
         held_out = 0 if number not in prompts.held_out else 1 if record["temperature"] == 0 else 2
         category = prompts.prompts[number].category
-        groups[held_out].append(Answer(stored[first:stop], int(record["num_prompt"]), category))
+        groups[held_out].append(Answer(stored[first:stop], int(record["num_prompt"]), category, int(place)))
     learned, greedy, sampled = groups
     if not learned or not (greedy or sampled):
         raise InputError(
@@ -170,9 +179,10 @@ class _Run:
         engine: Mapping[str, Any],
         options: TrainingOptions,
         adapter: Adapter | None,
+        cache: HiddenCache | None,
     ) -> None:
         torch.set_num_threads(engine.get("threads") or default_threads())
-        self._folder, self._prompts, self._options = folder, prompts, options
+        self._folder, self._prompts, self._options, self._cache = folder, prompts, options, cache
         self._answers, held_out = split(text, prompts, options.tokens)
         self._target = Target(folder, options.max_length, adapter=adapter, **engine)
         tokenizer = Tokenizer(folder)
@@ -182,7 +192,9 @@ class _Run:
         # What ends a text stands before no guess, so it serves as a mask; and its embedding was trained.
         mask = tokenizer.eos_id if tokenizer.eos_id is not None else min(always, default=0)
         head = make_head(kind, self._target, self._ids, mask, options)
-        self.training = Training(options.out, head, self._target, self._ids, self._answers, held_out, options)
+        self.training = Training(options.out, head, self._target, self._ids, self._answers, held_out, options, cache)
+        if cache is not None:
+            cache.check_room(sum(len(a.tokens) for a in [*self._answers, *held_out] if a.number not in cache))
 
     def run(self, model: str, shown: str, say: Say) -> dict[str, Any]:
         """`shown` is the target as people know it."""
@@ -190,8 +202,8 @@ class _Run:
         head = training.head
         say(f"draft vocabulary: {self._covered()}")
         say(f"training: {training.num_steps:,} steps on {len(self._answers):,} answers; {in_words(head)}")
-        if training.cache is not None:
-            say(f"hidden states: {training.cache.num_bytes / GIB:.2f} GiB in {options.out}")
+        if self._cache is not None:
+            say(f"hidden states: {self._cache.num_bytes / GIB:.2f} GiB in {self._cache.folder}")
         try:
             training.run(say)
         except KeyboardInterrupt:

@@ -7,9 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
+
 from specserve.async_llm import AsyncLLM
+from specserve.bench.recorder import DirectHost, Recorder
 from specserve.errors import EngineError
 from specserve.text.tokenizer import Tokenizer
+from specserve.train.cache import HiddenCache
 from specserve.train.prompts import Job, Jobs, Prompts
 from specserve.train.text import WrittenText
 from specserve.types import SamplingParams
@@ -41,10 +45,13 @@ async def write_text(
     tokens: int | None,
     say: Say,
     adapter: str | None = None,
+    cache: HiddenCache | None = None,
 ) -> None:
     """Go on with `text` until it `has_all`. `limits` are the most output tokens, and the most of prompt and output: a
     prompt that leaves no room for the former gets no answer. Killed at any point and called again it writes the same
-    text, as what a job is follows from its number, and what the target says of it, with `adapter`, from its seed."""
+    text, as what a job is follows from its number, and what the target says of it, with `adapter`, from its seed.
+    `cache` takes the hidden states of its layers as the engine computes them."""
+    recorder = None if cache is None else _record(llm, cache.layers)
     progress = _Progress(text, jobs, tokens, say)
     waiting: deque[asyncio.Task[tuple[list[int], list[int]]]] = deque()
     upcoming = len(text)
@@ -55,14 +62,23 @@ async def write_text(
                 asked = prompts.prompts[job.prompt].text
                 waiting.append(asyncio.create_task(_answer(llm, asked, job, limits, adapter)))
                 upcoming += 1
-            job = jobs[len(text)]
-            text.append(job.prompt, job.temperature, *await waiting.popleft())
+            job, (prompt, output) = jobs[len(text)], await waiting.popleft()
+            if cache is not None and recorder is not None and output:
+                cache.add(len(text), [*prompt, *output], *recorder.take([*prompt, *output]))
+            text.append(job.prompt, job.temperature, prompt, output)
             progress.show()
     finally:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
     progress.show(last=True)
+
+
+def _record(llm: AsyncLLM, layers: Sequence[int]) -> Recorder:
+    """Let an engine that has no requests yet, and so nothing to do on its thread, show hidden states."""
+    recorder = Recorder(layers, torch.float16)
+    llm.engine.use(DirectHost(recorder, llm.engine.limits.vocab_size, llm.config.drafter_timeout_s), 0)
+    return recorder
 
 
 async def _answer(

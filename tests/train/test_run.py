@@ -104,7 +104,11 @@ def test_cached_hidden_states_are_those_that_are_computed(
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
     with pytest.raises(CapacityError, match="Leave it out"):
         train(
-            "eagle", str(tiny), engine, options(out=tmp_path / "full", text=tmp_path / "text", cache_hidden=True), quiet
+            "eagle",
+            str(tiny),
+            engine,
+            options(out=tmp_path / "full", text=tmp_path / "other", cache_hidden=True),
+            quiet,
         )
 
 

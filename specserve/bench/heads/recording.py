@@ -7,19 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from specserve.bench.verify_cost import DirectHost
+from specserve.bench.recorder import DirectHost, Recorder
 from specserve.errors import EngineError, InputError
 from specserve.llm import LLM
 from specserve.models.heads.formats import is_head, read_head
 from specserve.models.heads.loading import MTP
 from specserve.prompts import Prompt
 from specserve.registry import NONE
-from specserve.speculation.base import Drafter, DraftRequest, Needs, SequenceView, StepReport
+from specserve.speculation.base import Drafter
 from specserve.speculation.lookup import makers
-from specserve.types import Draft, SamplingParams
+from specserve.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,46 +78,22 @@ class HeadBench:
     def with_states(self, recordings: Many[Recording], layers: Iterable[int]) -> list[Recording]:
         """The same texts with this target's hidden states behind `layers`, all rows computed as for a prompt: by row
         invariance the numbers are those of decoding."""
-        recorder = _Recorder(tuple(sorted(set(layers))))
+        recorder = Recorder(tuple(sorted(set(layers))))
         engine, config = self.llm.engine, self.llm.config
         host = DirectHost(recorder, engine.limits.vocab_size, config.drafter_timeout_s)
         with self.llm.exclusive():
             engine.use(host, 0)
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        for output in self.llm.generate([each.tokens for each in recordings], params):
-            if output.outputs[0].finish_reason == "error":
-                raise EngineError(f"The hidden states cannot be computed: {output.outputs[0].error}")
-        return [replace(each, hidden=recorder.states(each.tokens)) for each in recordings]
-
-
-class _Recorder:
-    """A drafter that proposes nothing and keeps the hidden states that it is shown."""
-
-    def __init__(self, layers: tuple[int, ...]) -> None:
-        self.needs = Needs(hidden_layers=layers)
-        self._pieces: dict[SequenceView, list[Mapping[int, Tensor]]] = {}
-        self._ended: dict[tuple[int, ...], list[Mapping[int, Tensor]]] = {}  # by prompt
-
-    def begin(self, seq: SequenceView) -> None:
-        self._pieces[seq] = []
-
-    def observe(self, step: StepReport) -> None:
-        for seq in step.preempted:
-            self._pieces[seq] = []
-        for report in step.seqs:
-            rows = report.kept_rows
-            self._pieces[report.seq].append({layer: states[rows].clone() for layer, states in step.hidden.items()})
-
-    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
-        return [Draft.empty()] * len(requests)
-
-    def end(self, seq: SequenceView) -> None:
-        self._ended[tuple(seq.tokens[: seq.num_prompt])] = self._pieces.pop(seq)
-
-    def states(self, tokens: list[int]) -> dict[int, Tensor]:
-        """Of a text that has ended, by layer [tokens, hidden]."""
-        pieces = self._ended[tuple(tokens)]
-        return {layer: torch.cat([piece[layer] for piece in pieces]) for layer in self.needs.hidden_layers}
+        found = []
+        outputs = self.llm.generate([each.tokens for each in recordings], params)
+        for each, output in zip(recordings, outputs, strict=True):
+            said = output.outputs[0]
+            if said.finish_reason == "error":
+                raise EngineError(f"The hidden states cannot be computed: {said.error}")
+            first, states = recorder.take([*each.tokens, *said.token_ids])
+            assert first == 0, "the engine has no prefix cache"
+            found.append(replace(each, hidden=dict(zip(recorder.needs.hidden_layers, states.unbind(1), strict=True))))
+        return found
 
 
 def kind_of(folder: Path, num_target_layers: int) -> str:
