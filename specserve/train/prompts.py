@@ -90,7 +90,7 @@ class Jobs(Sequence[Job]):
         members = self._order[group * self.GROUP : (group + 1) * self.GROUP]
         turn, place = divmod(within, len(members))
         prompt = int(members[place])
-        temperature = self._temperatures[(prompt + turn) % len(self._temperatures)]
+        temperature = self._temperatures[(place + turn) % len(self._temperatures)]
         seed = digest64(f"{self._seed}/{turn}/{self._prompts.prompts[prompt].digest}") >> 1
         return Job(prompt, temperature, seed)
 
