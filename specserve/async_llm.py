@@ -18,7 +18,7 @@ from specserve.engine.port import LocalPort, ThreadPort
 from specserve.engine.request import Request
 from specserve.errors import SpecserveError
 from specserve.machine.ownership import Ownership
-from specserve.outputs import Chunk, Collector, RequestOutput
+from specserve.outputs import Chunk, Collector, Gathered, RequestOutput
 from specserve.prompts import Messages, Prediction, Prompt, Requests
 from specserve.types import Event, SamplingParams
 
@@ -145,16 +145,18 @@ class AsyncLLM:
         await self.close()
 
     async def _whole(self, request: Request, output: RequestOutput) -> RequestOutput:
-        async with aclosing(self._stream(request, output)) as chunks:
+        async with aclosing(self._stream(request, output, whole=True)) as chunks:
             async for _ in chunks:
                 pass
         return output
 
-    async def _stream(self, request: Request, output: RequestOutput) -> AsyncGenerator[Chunk]:
+    async def _stream(self, request: Request, output: RequestOutput, whole: bool = False) -> AsyncGenerator[Chunk]:
+        """`whole`: nobody reads the chunks, so many events may come as one."""
         self._owner.check()
         collector = Collector(output, request.params, self.tokenizer, self._port.abort)
         events: asyncio.Queue[Event | SpecserveError] = asyncio.Queue()
-        self._port.submit(request, partial(_hand_over, asyncio.get_running_loop(), events))
+        tell = partial(_hand_over, asyncio.get_running_loop(), events)
+        self._port.submit(request, Gathered(tell) if whole and not request.params.stop else tell)
         try:
             while not collector.finished:
                 collector.push(await events.get())

@@ -32,14 +32,16 @@ class HiddenCache:
     `folder` has states.bin (rows, float16 [layers, hidden]; row 0 is zeros), rows.bin (for each token of an answer its
     row) and index.bin (a record for each answer). What answers have in common at their beginning is stored once if the
     engine computed it once. An answer is there once its record is. Whoever uses the folder has locked the text that it
-    belongs to. Raises CapacityError where the disk is too small.
+    belongs to. One that another head made is used where it has all `layers`; `stored` are those that it has, ascending.
+    Raises CapacityError where the disk is too small.
     """
 
     def __init__(self, folder: Path, layers: Sequence[int], hidden_size: int) -> None:
-        self.folder = folder / ("hidden-" + "-".join(map(str, layers)))
-        self.layers = tuple(layers)
-        self._shape = len(layers), hidden_size
-        self._row_bytes = 2 * len(layers) * hidden_size
+        self.stored = _stored(folder, layers)
+        self.folder = folder / ("hidden-" + "-".join(map(str, self.stored)))
+        self._columns = [self.stored.index(layer) for layer in layers]
+        self._shape = len(self.stored), hidden_size
+        self._row_bytes = 2 * len(self.stored) * hidden_size
         self.folder.mkdir(exist_ok=True)
         self._files = {}
         for name in ("states", "rows", "index"):
@@ -85,7 +87,7 @@ class HiddenCache:
             )
 
     def add(self, answer: int, tokens: Sequence[int] | NDArray[Any], first: int, states: Tensor) -> None:
-        """Keep what was computed of an answer, float16 [n, layers, hidden]: of its tokens from number `first` on; those
+        """Keep what was computed of an answer, float16 [n, stored, hidden]: of its tokens from number `first` on; those
         before were in the engine's prefix cache, whose blocks earlier answers filled. Where one of these has not been
         added, nothing is kept. Tokens behind the last state have zeros: nothing follows them."""
         ids = np.asarray(tokens, np.uint32)
@@ -123,12 +125,12 @@ class HiddenCache:
         start, count = self._places[answer]
         rows = np.memmap(self.folder / "rows.bin", np.uint32, "r", 4 * start, (count,))
         states = np.memmap(self.folder / "states.bin", np.float16, "r", shape=(self._num_rows, *self._shape))
-        return torch.from_numpy(states[rows]).float()
+        return torch.from_numpy(states[rows]).float()[:, self._columns]
 
     def states(self, target: Target, answers: Sequence[Answer]) -> list[Tensor]:
         """As `target.hidden` has them of these answers, rounded; what is not there yet is computed and added."""
         missing = [each for each in answers if each.number not in self]
-        computed = target.hidden([each.tokens for each in missing], self.layers)
+        computed = target.hidden([each.tokens for each in missing], self.stored)
         for each, state in zip(missing, computed, strict=True):
             self.add(each.number, each.tokens, 0, rounded(state, torch.float16).cpu())
         return [self.read(each.number).to(target.device) for each in answers]
@@ -144,3 +146,9 @@ class HiddenCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _stored(folder: Path, layers: Sequence[int]) -> tuple[int, ...]:
+    """The layers of the smallest cache in `folder` that has all these; of a new one if none has."""
+    found = [tuple(map(int, path.name.split("-")[1:])) for path in folder.glob("hidden-*")]
+    return min((each for each in found if set(layers) <= set(each)), key=len, default=tuple(sorted(set(layers))))

@@ -51,7 +51,7 @@ async def write_text(
     prompt that leaves no room for the former gets no answer. Killed at any point and called again it writes the same
     text, as what a job is follows from its number, and what the target says of it, with `adapter`, from its seed.
     `cache` takes the hidden states of its layers as the engine computes them."""
-    recorder = None if cache is None else _record(llm, cache.layers)
+    recorder = None if cache is None else _record(llm, cache.stored)
     progress = _Progress(text, jobs, tokens, say)
     waiting: deque[asyncio.Task[tuple[list[int], list[int]]]] = deque()
     upcoming = len(text)

@@ -74,6 +74,24 @@ def test_what_a_killed_writer_left_half_is_dropped(tmp_path: Path) -> None:
         assert torch.equal(cache.read(0)[:-1], states(5, 11).float())
 
 
+def test_a_head_that_reads_some_of_the_layers_reads_the_same_folder(tmp_path: Path) -> None:
+    with HiddenCache(tmp_path, (5, 1, 3, 5), HIDDEN) as cache:
+        assert cache.stored == (1, 3, 5)
+        assert cache.folder.name == "hidden-1-3-5"
+        kept = torch.randn(19, 3, HIDDEN).half()
+        cache.add(0, tokens(20), 0, kept)
+        assert torch.equal(cache.read(0)[:-1], kept[:, [2, 0, 1, 2]].float())
+    with HiddenCache(tmp_path, (2, 3), HIDDEN):
+        pass
+    for layers, columns, folder in (((5, 3), [2, 1], "hidden-1-3-5"), ((3,), [], "hidden-2-3")):
+        with HiddenCache(tmp_path, layers, HIDDEN) as cache:
+            assert cache.folder.name == folder, "the smallest that has them"
+            assert (0 in cache) == bool(columns)
+            if columns:
+                assert torch.equal(cache.read(0)[:-1], kept[:, columns].float())
+    assert len(list(tmp_path.glob("hidden-*"))) == 2
+
+
 def test_a_disk_that_fills_up_is_refused_before_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with HiddenCache(tmp_path, LAYERS, HIDDEN) as cache:
         cache.add(0, tokens(20), 0, states(0, 19))
@@ -119,3 +137,7 @@ def test_the_engine_that_writes_gives_what_the_target_computes(
             start, count = int(record["start"]), int(record["num_prompt"]) + int(record["num_output"])
             said = plain(target, [stored[start : start + count]], layers)[0]
             assert torch.equal(cache.read(number)[:-1], said[:-1].half().float())
+    if kind == "block":
+        other = options(prompts=path, cache_hidden=True, epochs=1.0, max_length=128, text=text, out=tmp_path / "other")
+        train("medusa", str(tiny), engine, other, lambda line: None)
+        assert not any(computed), "what it reads is among the block head's layers"
