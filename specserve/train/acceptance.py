@@ -39,21 +39,20 @@ class Acceptance:
 
 
 @torch.no_grad()
-def measure(head: TrainedHead, batches: Iterable[Batch], seed: int) -> dict[str, Acceptance]:
+def measure(head: TrainedHead, batches: Iterable[Batch]) -> dict[str, Acceptance]:
     """Acceptance of greedy drafts by category, and of "all": a draft is accepted as far as its tokens are those of the
-    answer. On greedy answers that is what verification does, and from every position, not only from those where a
-    draft would begin."""
+    answer. On greedy answers that is what verification does, and from any position, not only from those where a draft
+    would begin."""
     found: dict[str, Acceptance] = {"all": Acceptance()}
-    generator = torch.Generator().manual_seed(seed)
     for batch in batches:
         alive: Tensor | None = None
-        for depth, guesses in enumerate(head.guesses(batch, generator)):
+        for depth, guesses in enumerate(head.guesses(batch)):
             if alive is None:
-                alive = torch.ones(guesses.num_contexts, dtype=torch.bool, device=batch.tokens.device)
-            right = (guesses.logits.argmax(-1) == guesses.truth) & alive[guesses.contexts]
+                alive = torch.ones(guesses.num_drafts, dtype=torch.bool, device=batch.tokens.device)
+            right = (guesses.logits.argmax(-1) == guesses.truth) & alive[guesses.drafts]
             alive = torch.zeros_like(alive)
-            alive[guesses.contexts] = right
-            answers = (guesses.contexts * len(batch.categories)).div(guesses.num_contexts, rounding_mode="floor")
+            alive[guesses.drafts] = right
+            answers = (guesses.drafts * len(batch.categories)).div(guesses.num_drafts, rounding_mode="floor")
             for answer, category in enumerate(batch.categories):
                 of_it = answers == answer
                 counts = int(of_it.sum()), int((of_it & right).sum())

@@ -14,23 +14,21 @@ from torch import Tensor, nn
 
 from specserve.models.heads.spec import BlockSpec
 from specserve.train.batches import Batch
-from specserve.train.heads import Guesses, TrainedHead, frozen_head
+from specserve.train.heads import Judged, TrainedHead, frozen_head
 from specserve.train.layers import DecoderLayer, RMSNorm, Rotary, attend
 
 
 class BlockHead(TrainedHead):
     """`embedding` [vocab, hidden] and `head` [vocab, hidden] are the target's and do not learn, `norm` [hidden] is
-    where the final norm begins. Each answer of a batch trains `anchors` blocks, which begin at tokens drawn from it."""
+    where the final norm begins."""
 
     spec: BlockSpec
 
-    def __init__(
-        self, spec: BlockSpec, ids: NDArray[np.int64], embedding: Tensor, head: Tensor, norm: Tensor, anchors: int
-    ) -> None:
+    def __init__(self, spec: BlockSpec, ids: NDArray[np.int64], embedding: Tensor, head: Tensor, norm: Tensor) -> None:
         assert spec.has_head and not spec.has_embedding and not spec.has_mask_embedding, "what is trained"
         super().__init__(ids, embedding)
         own, rows = spec.layers, spec.block_size
-        self.spec, self.hidden_layers, self._anchors = spec, spec.hidden_layers, anchors
+        self.spec, self.hidden_layers = spec, spec.hidden_layers
         # As DFlash has it: 7 for blocks of 16, 4 for blocks of 8.
         self.depth_weights = [math.exp(-2 * row / rows) for row in range(rows)]
         self.rotary = Rotary(own.layers[0], own.max_len + rows)
@@ -49,48 +47,28 @@ class BlockHead(TrainedHead):
             nn.init.zeros_(self.confidence.weight)
             nn.init.zeros_(self.confidence.bias)
 
-    def num_guesses(self, num_answers: int, num_tokens: int) -> int:
-        return num_answers * self._anchors * self.spec.block_size
-
     def tables(self) -> set[str]:
         return {"bigram_in.weight", "bigram_out.weight", "confidence.weight"}
 
-    def guesses(self, batch: Batch, generator: torch.Generator) -> Iterator[Guesses]:
-        """Row i of the block that begins at token a guesses token a + i + 1. A context is a block."""
-        starts = self.starts(batch, generator)  # [batch, anchors]
-        hidden = self.forward(batch, starts)
-        length, rows = batch.tokens.shape[1], self.spec.block_size
-        for row in range(rows):
-            at = (starts + row).clamp_max(length - 1)
-            judged = batch.is_judged.gather(1, at) & (starts + row < length)
-            answer, anchor = judged.nonzero(as_tuple=True)
-            place = at[answer, anchor]
-            shown = hidden[answer, anchor, row]  # [n, hidden]
-            logits = self.lm_head(shown)
+    def shown(self, batch: Batch) -> Iterator[tuple[Judged, Tensor, Tensor | None]]:
+        """Row i of the block that begins at token a guesses token a + i + 1."""
+        hidden = self.forward(batch)
+        for row in range(self.spec.block_size):
+            answer, draft, place = batch.judged(row)
+            of_it = hidden[answer, draft, row]  # [n, hidden]
+            logits = self.lm_head(of_it)
             if self.spec.bigram_rank:
                 logits = logits + self.bigram_out(self.bigram_in(batch.tokens[answer, place]))
-            yield Guesses(
-                logits=logits,
-                target=batch.target[answer, place],
-                truth=self.places(batch.tokens[answer, place + 1]),
-                contexts=answer * self._anchors + anchor,
-                num_contexts=len(starts) * self._anchors,
-                confidence=self.confidence(shown)[:, 0] if self.spec.has_confidence else None,
-            )
+            yield (answer, draft, place), logits, self.confidence(of_it)[:, 0] if self.spec.has_confidence else None
 
-    def starts(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Where blocks begin, int64 [batch, anchors]: at tokens of the answer, of which the last may be among them."""
-        lengths = batch.num_prompt + batch.is_judged.sum(1)
-        drawn = torch.rand(len(lengths), self._anchors, generator=generator).to(lengths.device)
-        return batch.num_prompt[:, None] + (drawn * (lengths - batch.num_prompt)[:, None]).long()
-
-    def forward(self, batch: Batch, starts: Tensor) -> Tensor:
-        """All blocks at once -> behind the final norm, float32 [batch, anchors, rows, hidden]."""
-        (num_answers, anchors), rows = starts.shape, self.spec.block_size
+    def forward(self, batch: Batch) -> Tensor:
+        """All blocks at once -> behind the final norm, float32 [batch, drafts, rows, hidden]."""
+        starts = batch.starts.clamp_min(0)
+        (num_answers, drafts), rows = starts.shape, self.spec.block_size
         length, device = batch.tokens.shape[1], batch.tokens.device
         offsets = torch.arange(rows, device=device)
-        positions = (starts[:, :, None] + offsets).flatten(1)  # [batch, anchors * rows]
-        ids = torch.full((num_answers, anchors, rows), self.spec.mask_token_id, device=device)
+        positions = (starts[:, :, None] + offsets).flatten(1)  # [batch, drafts * rows]
+        ids = torch.full((num_answers, drafts, rows), self.spec.mask_token_id, device=device)
         ids[:, :, 0] = batch.tokens.gather(1, starts)
         x = self.embed(ids.flatten(1))
         context = self.hidden_norm(self.fc(batch.hidden))
@@ -103,15 +81,15 @@ class BlockHead(TrainedHead):
             keys, values = (torch.cat(pair, 2) for pair in zip(far, near, strict=True))
             x = layer.finish(x, attend(layer.self_attn.queries(own, positions), keys, values, mask))
         normed: Tensor = self.norm(x)
-        return normed.view(num_answers, anchors, rows, -1)
+        return normed.view(num_answers, drafts, rows, -1)
 
     def mask(self, starts: Tensor, length: int) -> Tensor:
-        """What each row sees, bool [batch, 1, anchors * rows, length + anchors * rows]: the tokens before its block,
+        """What each row sees, bool [batch, 1, drafts * rows, length + drafts * rows]: the tokens before its block,
         which the target has computed, and its block; of that only the rows up to its own if the head is causal."""
-        anchors, rows, device = starts.shape[1], self.spec.block_size, starts.device
+        drafts, rows, device = starts.shape[1], self.spec.block_size, starts.device
         begins = starts.repeat_interleave(rows, 1)
         far = torch.arange(length, device=device) < begins[:, :, None]
-        block = torch.arange(anchors, device=device).repeat_interleave(rows)
+        block = torch.arange(drafts, device=device).repeat_interleave(rows)
         near = block[:, None] == block
         if self.spec.is_causal:
             near = near & torch.ones_like(near).tril()

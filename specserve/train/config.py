@@ -64,7 +64,7 @@ class TrainingOptions:
     qk_norm: Annotated[bool, Help("Norm queries and keys.", "Head")] = True
     causal: Annotated[bool, Help("block: rows see only those before them.", "Head")] = False
     bigram_rank: Annotated[int, Help("block: rank of the bias on the token before; 0 is none.", "Head")] = 128
-    anchors: Annotated[int, Help("block: blocks that each answer of a step trains.")] = 32
+    anchors: Annotated[int, Help("Drafts that each answer of a step trains, from tokens drawn from it.")] = 32
     cache_hidden: Annotated[
         bool,
         Help(

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from specserve.models.heads.spec import EagleSpec
 from specserve.models.spec import LayerSpec
 from specserve.train.batches import Batch
-from specserve.train.heads import Guesses, TrainedHead, frozen_head
+from specserve.train.heads import Judged, TrainedHead, frozen_head
 from specserve.train.layers import DecoderLayer, RMSNorm, Rotary, attend_unrolled
 
 _DECAY = 0.8  # of a depth's weight in the loss, as EAGLE-3's own code has it
 
-Cache = list[list[tuple[Tensor, Tensor]]]  # by layer, then by step: keys and values
+Cache = list[list[tuple[Tensor, Tensor]]]  # by layer, then by step: keys and values, of all rows, then of drafts' own
 
 
 class _FirstLayer(DecoderLayer):
@@ -53,41 +53,61 @@ class EagleHead(TrainedHead):
         self.norm.weight.data.copy_(norm)
         self.lm_head = frozen_head(head, ids)
 
-    def guesses(self, batch: Batch, generator: torch.Generator) -> Iterator[Guesses]:
+    def shown(self, batch: Batch) -> Iterator[tuple[Judged, Tensor, None]]:
         """Step k: row i guesses token i + k + 2 of token i + k + 1 and, at first, the target's hidden state of token i,
         then what it made of that in the step before. So it is what a draft behind token i + 1 does at depth k, as long
-        as the tokens that it drafted are those that came."""
-        batch_size, length = batch.tokens.shape
-        hidden = self.fc(batch.hidden)
+        as the tokens that it drafted are those that came. Rows are those before starts; of all others only what these
+        see is computed."""
+        last = batch.tokens.shape[1] - 1
+        rows = (batch.starts - 1).clamp_min(0)  # [batch, drafts]
         cache: Cache = [[] for _ in self.layers]
-        rows = torch.arange(length, device=batch.tokens.device)
+        hidden = self.fc(batch.hidden)
         for step in range(len(self.depth_weights)):
-            embedded = self.embed(F.pad(batch.tokens, (0, step + 1))[:, step + 1 :])
-            hidden = self.step(embedded, hidden, step, cache)
-            at = F.pad(batch.is_judged, (0, step + 1))[:, step + 1 :] & (rows >= batch.num_prompt[:, None] - 1)
-            answer, row = at.nonzero(as_tuple=True)
-            yield Guesses(
-                logits=self.lm_head(self.norm(hidden[answer, row])),
-                target=batch.target[answer, row + step + 1],
-                truth=self.places(batch.tokens[answer, row + step + 2]),
-                contexts=answer * length + row,
-                num_contexts=batch_size * length,
-            )
-
-    def step(self, embedded: Tensor, hidden: Tensor, step: int, cache: Cache) -> Tensor:
-        """One pass over all rows, [batch, rows, hidden] each -> what stands behind the last layer, before the norm."""
-        positions = torch.arange(embedded.shape[1], device=embedded.device) + step
-        for number, layer in enumerate(cast(list[DecoderLayer], self.layers)):
-            if isinstance(layer, _FirstLayer):
-                normed = layer.hidden_norm(hidden)
-                x = torch.cat([layer.input_layernorm(embedded), normed], -1)
-                residual = normed if self.spec.norm_before_residual else hidden
+            if step == 0:
+                hidden = self.first_step(self.embed(F.pad(batch.tokens, (0, 1))[:, 1:]), hidden, rows, cache)
             else:
-                x, residual = layer.input_layernorm(hidden), hidden
-            cache[number].append(layer.self_attn.keys_values(x, positions))
-            attended = attend_unrolled(layer.self_attn.queries(x, positions), cache[number])
+                embedded = self.embed(batch.tokens.gather(1, (rows + step + 1).clamp_max(last)))
+                hidden = self.later_step(embedded, hidden, rows, step, cache)
+            answer, draft, place = batch.judged(step)
+            yield (answer, draft, place), self.lm_head(self.norm(hidden[answer, draft])), None
+
+    def first_step(self, embedded: Tensor, hidden: Tensor, rows: Tensor, cache: Cache) -> Tensor:
+        """Of all rows, [batch, tokens, hidden] each -> what stands behind the last layer of `rows`, int64 [batch, n],
+        before the norm, [batch, n, hidden]."""
+        places = torch.arange(hidden.shape[1], device=hidden.device)
+        everywhere = places.expand(len(hidden), -1)
+        for number, layer in enumerate(cast(list[DecoderLayer], self.layers)):
+            x, residual = self._input(layer, embedded, hidden)
+            cache[number].append(layer.self_attn.keys_values(x, places))
+            shown = everywhere
+            if number == len(self.layers) - 1:
+                shown, x, residual = rows, _at(x, rows), _at(residual, rows)
+            attended = attend_unrolled(layer.self_attn.queries(x, shown), shown, cache[number])
             hidden = layer.finish(residual, attended)
         return hidden
+
+    def later_step(self, embedded: Tensor, hidden: Tensor, rows: Tensor, step: int, cache: Cache) -> Tensor:
+        """Of `rows`, [batch, n, hidden] each -> the same behind the last layer, before the norm."""
+        positions = rows + step
+        for number, layer in enumerate(cast(list[DecoderLayer], self.layers)):
+            x, residual = self._input(layer, embedded, hidden)
+            cache[number].append(layer.self_attn.keys_values(x, positions))
+            attended = attend_unrolled(layer.self_attn.queries(x, positions), rows, cache[number])
+            hidden = layer.finish(residual, attended)
+        return hidden
+
+    def _input(self, layer: DecoderLayer, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What a layer's attention reads, and what is added to what it says."""
+        if not isinstance(layer, _FirstLayer):
+            return layer.input_layernorm(hidden), hidden
+        normed = layer.hidden_norm(hidden)
+        x = torch.cat([layer.input_layernorm(embedded), normed], -1)
+        return x, normed if self.spec.norm_before_residual else hidden
+
+
+def _at(x: Tensor, rows: Tensor) -> Tensor:
+    """x [batch, tokens, width] at rows int64 [batch, n] -> [batch, n, width]."""
+    return x.gather(1, rows[:, :, None].expand(-1, -1, x.shape[-1]))
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:

@@ -17,16 +17,18 @@ from specserve.models.heads.spec import HeadSpec, MedusaSpec
 from specserve.models.spec import AttentionSpec, DecoderSpec, GatedMlp, LayerSpec, PlainMlp, RmsNorm, Rope
 from specserve.train.batches import Batch
 
+Judged = tuple[Tensor, Tensor, Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """What a head says at one depth: n guesses, each behind a context that stays the same from depth to depth."""
+    """What a head says at one depth: n guesses, each of a draft."""
 
     logits: Tensor  # float32 [n, draft vocabulary]
     target: Tensor  # float32 [n, draft vocabulary], the target's own distribution there
     truth: Tensor  # int64 [n], the place in the draft vocabulary of the token that came; -1 where it is not in there
-    contexts: Tensor  # int64 [n], which context of all that the batch has; those of an answer lie together
-    num_contexts: int
+    drafts: Tensor  # int64 [n], which of all drafts that the batch has; those of an answer lie together
+    num_drafts: int
     confidence: Tensor | None = None  # float32 [n], the logit of being accepted
 
 
@@ -46,12 +48,22 @@ class TrainedHead(nn.Module, ABC):
         self.register_buffer("embedding", embedding, persistent=False)
 
     @abstractmethod
-    def guesses(self, batch: Batch, generator: torch.Generator) -> Iterator[Guesses]:
-        """Depth after depth. Whatever is drawn comes from `generator`, on the CPU."""
+    def shown(self, batch: Batch) -> Iterator[tuple[Judged, Tensor, Tensor | None]]:
+        """Depth after depth: where drafts are judged, as batch.judged says, the logits of their tokens there, float32
+        [n, draft vocabulary], and of being accepted, float32 [n], if the head says that."""
 
-    def num_guesses(self, num_answers: int, num_tokens: int) -> int:
-        """How many a batch of that many answers, which take that many tokens with padding, has at most."""
-        return num_tokens * len(self.depth_weights)
+    def guesses(self, batch: Batch) -> Iterator[Guesses]:
+        """Depth after depth."""
+        num_drafts = batch.starts.shape[1]
+        for (answer, draft, place), logits, confidence in self.shown(batch):
+            yield Guesses(
+                logits=logits,
+                target=batch.target[batch.target_rows[answer, place]],
+                truth=self.places(batch.tokens[answer, place + 1]),
+                drafts=answer * num_drafts + draft,
+                num_drafts=batch.starts.numel(),
+                confidence=confidence,
+            )
 
     def tables(self) -> set[str]:
         """Names of matrices that are tables, not products: AdamW is for these."""
@@ -123,9 +135,9 @@ def loss_of(guesses: Guesses, cross_entropy: float) -> tuple[Tensor, Tensor]:
     return loss.mean() if len(loss) else loss.sum(), accepted.detach()
 
 
-def batch_loss(head: TrainedHead, batch: Batch, generator: torch.Generator, cross_entropy: float) -> Tensor:
+def batch_loss(head: TrainedHead, batch: Batch, cross_entropy: float) -> Tensor:
     """The mean over depths by their weights."""
     total = torch.zeros((), device=batch.tokens.device)
-    for weight, guesses in zip(head.depth_weights, head.guesses(batch, generator), strict=True):
+    for weight, guesses in zip(head.depth_weights, head.guesses(batch), strict=True):
         total = total + weight * loss_of(guesses, cross_entropy)[0]
     return total / sum(head.depth_weights)

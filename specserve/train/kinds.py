@@ -73,7 +73,7 @@ def _block(
         bigram_rank=options.bigram_rank,
         has_confidence=True,
     )
-    return BlockHead(spec, ids, *target.tables(), options.anchors)
+    return BlockHead(spec, ids, *target.tables())
 
 
 def _medusa(

@@ -120,17 +120,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, mask, scale=1.0)
 
 
-def attend_unrolled(q: Tensor, cache: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def attend_unrolled(q: Tensor, rows: Tensor, cache: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Attention of the training-time test (EAGLE-3, arXiv 2503.01840, figure 6): row i of step k sees rows 0 to i of
-    step 0, which read the target's hidden states, and of each later step up to k its own row i alone. `cache` has keys
-    and values of steps 0 to k, [batch, heads, rows, d] each; q is step k's."""
+    step 0, which read the target's hidden states, and of each later step up to k its own row i alone. q is step k's,
+    [batch, heads, n, d], of rows int64 [batch, n]. `cache` has keys and values: of step 0 [batch, heads, tokens, d] of
+    all rows, of steps 1 to k as q."""
     keys, values = cache[0]
-    rows = q.shape[2]
-    causal = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
-    scores = (q @ keys.transpose(-1, -2)).masked_fill(~causal, -torch.inf)
+    length = keys.shape[2]
+    later = torch.arange(length, device=q.device) > rows[:, None, :, None]
+    scores = (q @ keys.transpose(-1, -2)).masked_fill(later, -torch.inf)
     own = [(q * k).sum(-1, keepdim=True) for k, _ in cache[1:]]
-    shares = torch.cat([scores, *own], -1).softmax(-1)  # [batch, heads, rows, rows + k]
-    found = shares[..., :rows] @ values
+    shares = torch.cat([scores, *own], -1).softmax(-1)  # [batch, heads, n, tokens + k]
+    found = shares[..., :length] @ values
     for step, (_, v) in enumerate(cache[1:]):
-        found = found + shares[..., rows + step, None] * v
+        found = found + shares[..., length + step, None] * v
     return found

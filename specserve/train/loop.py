@@ -30,6 +30,7 @@ from specserve.train.text import write_whole
 from specserve.train.writing import Say, duration
 
 MOST_HELD_OUT = 128  # answers that acceptance is measured on
+DRAFTS_MEASURED = 128  # of each, at most
 _EVERY_S = 10.0  # between two lines of progress
 
 
@@ -55,9 +56,7 @@ class Training:
         lengths = [len(answer.tokens) for answer in answers]
         self._plan = plan_batches(lengths, options.epochs, options.batch_tokens, options.seed)
         self._num_tokens = np.cumsum([sum(lengths[i] for i in batch) for batch in self._plan])
-        self._check_memory(
-            max(map(len, self._plan)), max(len(batch) * max(lengths[i] for i in batch) for batch in self._plan)
-        )
+        self._check_memory(max(map(len, self._plan)))
         self._optimiser = Optimiser(head, options.clip)
         self.seconds = 0.0  # of all runs together
         self._is_whole = True  # what `step` says: no step is half made
@@ -116,16 +115,16 @@ class Training:
     def acceptance(self) -> dict[str, Acceptance]:
         """On what is held out, by category."""
         self.head.eval()
-        found = measure(self.head, self._held_out_batches(), self._options.seed)
+        found = measure(self.head, self._held_out_batches())
         self.head.train()
         return found
 
-    def _check_memory(self, num_answers: int, num_tokens: int) -> None:
-        """Raise CapacityError where a step will not fit: what takes memory are distributions over the draft vocabulary,
-        and of each guess the logits, their distribution, what is accepted of it and a gradient."""
-        guesses = 4 * self.head.num_guesses(num_answers, num_tokens)
+    def _check_memory(self, num_answers: int) -> None:
+        """Raise CapacityError where a step will not fit: what takes memory are, of each guess, the target's
+        distribution, the logits, theirs, what is accepted of it and a gradient."""
+        guesses = num_answers * self._options.anchors * len(self.head.depth_weights)
         own = 4 * sum(each.numel() for each in self.head.parameters())  # with gradients and the optimiser's two
-        needed, free = 4 * (len(self._ids) * (num_tokens + guesses) + own), free_memory(self._target.device)
+        needed, free = 4 * (5 * len(self._ids) * guesses + own), free_memory(self._target.device)
         if needed > free:
             raise CapacityError(
                 f"A training step needs about {needed / GIB:.2f} GiB and {free / GIB:.2f} GiB are free on "
@@ -134,19 +133,21 @@ class Training:
 
     def _held_out_batches(self) -> Iterator[Batch]:
         lengths = [len(answer.tokens) for answer in self._held_out]
+        generator = torch.Generator().manual_seed(self._options.seed)
         for batch in plan_batches(lengths, 1, self._options.batch_tokens, self._options.seed):
-            yield self._batch([self._held_out[i] for i in batch])
+            yield self._batch([self._held_out[i] for i in batch], DRAFTS_MEASURED, generator)
 
-    def _batch(self, answers: Sequence[Answer]) -> Batch:
+    def _batch(self, answers: Sequence[Answer], drafts: int, generator: torch.Generator) -> Batch:
         states = None if self._cache is None else self._cache.states(self._target, answers)
-        return make_batch(self._target, answers, self.head.hidden_layers, self._ids, states)
+        head, depth = self.head, len(self.head.depth_weights)
+        return make_batch(self._target, answers, head.hidden_layers, self._ids, depth, drafts, generator, states)
 
     def _one_step(self) -> float:
         options = self._options
         which = self._plan[self.step]
-        batch = self._batch([self._answers[i] for i in which])
         generator = torch.Generator().manual_seed((options.seed << 32) + self.step)
-        loss = batch_loss(self.head, batch, generator, options.cross_entropy)
+        batch = self._batch([self._answers[i] for i in which], options.anchors, generator)
+        loss = batch_loss(self.head, batch, options.cross_entropy)
         value = loss.item()
         if not np.isfinite(value):
             raise EngineError(f"The loss of step {self.step + 1} is {value}. Train anew with a lower --learning-rate.")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from specserve.models.heads.spec import MedusaSpec
 from specserve.train.batches import Batch
-from specserve.train.heads import Guesses, TrainedHead
+from specserve.train.heads import Judged, TrainedHead
 
 _DECAY = 0.8  # of a head's weight in the loss, as Medusa has it
 
@@ -52,18 +52,10 @@ class MedusaHeads(TrainedHead):
     def tables(self) -> set[str]:
         return {f"{number}.{self.spec.num_layers}.weight" for number in range(self.spec.num_heads)}
 
-    def guesses(self, batch: Batch, generator: torch.Generator) -> Iterator[Guesses]:
+    def shown(self, batch: Batch) -> Iterator[tuple[Judged, Tensor, None]]:
         """Head j guesses token i + j + 2 of the target's hidden state of token i."""
-        (num_answers, length), norm = batch.tokens.shape, self.get_buffer("final_norm")
-        hidden = F.rms_norm(batch.hidden, norm.shape, norm, self._eps)
-        rows = torch.arange(length, device=batch.tokens.device)
+        norm = self.get_buffer("final_norm")
         for number in range(self.spec.num_heads):
-            at = F.pad(batch.is_judged, (0, number + 1))[:, number + 1 :] & (rows >= batch.num_prompt[:, None] - 1)
-            answer, row = at.nonzero(as_tuple=True)
-            yield Guesses(
-                logits=self.get_submodule(str(number))(hidden[answer, row]),
-                target=batch.target[answer, row + number + 1],
-                truth=self.places(batch.tokens[answer, row + number + 2]),
-                contexts=answer * length + row,
-                num_contexts=num_answers * length,
-            )
+            answer, draft, place = batch.judged(number)
+            hidden = F.rms_norm(batch.hidden[answer, place - number - 1], norm.shape, norm, self._eps)
+            yield (answer, draft, place), self.get_submodule(str(number))(hidden), None

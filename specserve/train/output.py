@@ -35,7 +35,9 @@ def write_recipe(folder: Path, facts: Mapping[str, Any], seconds: float, accepta
     lines = ["# Recipe", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {_cell(value)} |" for name, value in {**facts, "training time": duration(seconds)}.items()]
     lines += ["", "## Acceptance", ""]
-    lines += ["Greedy drafts from every position of held-out answers: how many tokens of a draft are accepted, and the"]
+    lines += [
+        "Greedy drafts from random positions of held-out answers: how many tokens of a draft are accepted, and the"
+    ]
     lines += ["share of drafts that are accepted up to each depth."]
     depths = len(acceptance["all"].by_depth)
     lines += ["", "| category | accepted | " + " | ".join(f"depth {d + 1}" for d in range(depths)) + " |"]

@@ -20,7 +20,7 @@ from specserve.models.loader import load_model
 from specserve.models.spec import RmsNorm, Rope
 from specserve.testing import Feed, PagedDecoder, llama_spec
 from specserve.train.acceptance import measure
-from specserve.train.batches import Answer, Batch, make_batch
+from specserve.train.batches import Answer, Batch, draw_starts, make_batch
 from specserve.train.block import BlockHead
 from specserve.train.config import TrainingOptions
 from specserve.train.eagle import EagleHead
@@ -60,8 +60,9 @@ def make(target: Target, options: Make) -> Callable[..., TrainedHead]:
     return head
 
 
-def batch_for(target: Target, head: TrainedHead, which: list[Answer]) -> Batch:
-    return make_batch(target, which, head.hidden_layers, torch.from_numpy(IDS))
+def batch_for(target: Target, head: TrainedHead, which: list[Answer], drafts: int = 20) -> Batch:
+    depth = len(head.depth_weights)
+    return make_batch(target, which, head.hidden_layers, torch.from_numpy(IDS), depth, drafts, generator())
 
 
 # --- the target -------------------------------------------------------------------------------------------------------
@@ -79,14 +80,46 @@ def test_hidden_states_and_distributions_are_the_models(target: Target, tiny: Pa
         assert torch.equal(alone, state)
 
 
-def test_a_batch_judges_what_the_target_wrote(target: Target) -> None:
-    some = answers()
-    batch = make_batch(target, some, (1,), torch.from_numpy(IDS))
+@pytest.mark.parametrize("drafts", [3, 20])
+def test_a_batch_judges_what_the_target_wrote(target: Target, drafts: int) -> None:
+    some, ids = answers(), torch.from_numpy(IDS)
+    batch = make_batch(target, some, (1,), ids, 2, drafts, generator())
+    used: set[int] = set()
     for row, answer in enumerate(some):
         places = batch.is_judged[row].nonzero()[:, 0].tolist()
         assert places == list(range(answer.num_prompt - 1, len(answer.tokens) - 1))
-    assert batch.target[batch.is_judged].sum(-1).min() > 0.1
-    assert not batch.target[~batch.is_judged].any()
+        starts = [start for start in batch.starts[row].tolist() if start >= 0]
+        possible = range(answer.num_prompt, len(answer.tokens) - 1)
+        assert len(set(starts)) == len(starts) == min(drafts, len(possible))
+        assert set(starts) <= set(possible)
+        said = target.distributions(target.hidden([answer.tokens], [target.last_layer])[0][:, 0], ids)
+        for depth in range(2):
+            of_it = [
+                (d, place) for a, d, place in zip(*map(Tensor.tolist, batch.judged(depth)), strict=True) if a == row
+            ]
+            assert of_it == [(d, start + depth) for d, start in enumerate(starts) if start + depth < places[-1] + 1]
+            for _, place in of_it:
+                kept = int(batch.target_rows[row, place])
+                torch.testing.assert_close(batch.target[kept], said[place], atol=1e-6, rtol=1e-5)
+                used.add(kept)
+    assert used == set(range(len(batch.target))), "nothing else is computed"
+    assert int((batch.target_rows >= 0).sum()) == len(used)
+
+
+def test_drafts_begin_at_tokens_drawn_evenly_and_by_the_generator(target: Target) -> None:
+    lengths, prompts = torch.tensor([12, 5]), torch.tensor([2, 4])
+    counts = torch.zeros(12)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(3000):
+        starts = draw_starts(lengths, prompts, 3, draw)
+        assert starts[1].tolist() == [-1, -1, -1], "one token of output begins no draft"
+        assert starts[0].tolist() == sorted(set(starts[0].tolist()))
+        counts[starts[0]] += 1
+    assert not counts[:2].any()
+    assert not counts[11]
+    torch.testing.assert_close(counts[2:11] / 3000, torch.full((9,), 1 / 3), atol=0.035, rtol=0.0)
+    pair = [draw_starts(lengths, prompts, 3, generator()) for _ in range(2)]
+    assert torch.equal(*pair)
 
 
 # --- what a guess depends on ------------------------------------------------------------------------------------------
@@ -106,16 +139,14 @@ def test_a_later_token_changes_no_earlier_guess(make: Any, target: Target, kind:
     tokens[changed] = 3 if tokens[changed] != 3 else 4
     others = [some[0], dataclasses.replace(some[1], tokens=tokens), some[2]]
     batches = [batch_for(target, head, which) for which in (some, others)]
-    starts = head.starts(batches[0], generator()) if kind == "block" else None
     num_same = num_other = 0
-    for depth, pair in enumerate(zip(*(head.guesses(each, generator()) for each in batches), strict=True)):
-        assert torch.equal(pair[0].contexts, pair[1].contexts)
-        for i, context in enumerate(pair[0].contexts.tolist()):
-            answer, place = divmod(context, pair[0].num_contexts // 3)
-            if starts is not None:
-                newest = int(starts[answer, place]) + depth  # whose token the bigram bias reads
-            else:
-                newest = place + (0 if kind == "medusa" else depth + 1)
+    for depth, pair in enumerate(zip(*(head.guesses(each) for each in batches), strict=True)):
+        assert torch.equal(pair[0].drafts, pair[1].drafts)
+        for i, draft in enumerate(pair[0].drafts.tolist()):
+            answer = draft // batches[0].starts.shape[1]
+            start = int(batches[0].starts.flatten()[draft])
+            # Medusa reads the state before `start`; the bias of a block, and EAGLE, also the tokens drafted since.
+            newest = start - 1 if kind == "medusa" else start + depth
             same = torch.equal(pair[0].logits[i], pair[1].logits[i])
             assert same or (answer == 1 and newest >= changed)
             num_same += same and answer == 1
@@ -131,11 +162,26 @@ def test_an_earlier_token_changes_later_guesses(make: Any, target: Target, kind:
     tokens = some[1].tokens.copy()
     tokens[0] = 3 if tokens[0] != 3 else 4
     others = [some[0], dataclasses.replace(some[1], tokens=tokens), some[2]]
-    pairs = zip(*(head.guesses(batch_for(target, head, which), generator()) for which in (some, others)), strict=True)
+    pairs = zip(*(head.guesses(batch_for(target, head, which)) for which in (some, others)), strict=True)
     for one, other in pairs:
-        own = one.contexts // (one.num_contexts // 3) == 1
+        own = one.drafts // (one.num_drafts // 3) == 1
         assert (one.logits != other.logits).any(-1)[own].all()
         assert torch.equal(one.logits[~own], other.logits[~own])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_drafts_are_guessed_as_all_are(make: Any, target: Target, kind: str) -> None:
+    """What is computed for some rows alone is what it is among all."""
+    head = make(kind, layers=1 if kind == "medusa" else 2)
+    few, everything = (batch_for(target, head, answers(), drafts) for drafts in (3, 20))
+    for one, other in zip(head.guesses(few), head.guesses(everything), strict=True):
+        starts = everything.starts.flatten().tolist()
+        at = {(draft // 20, starts[draft]): i for i, draft in enumerate(other.drafts.tolist())}
+        assert len(one.drafts) >= 4
+        for i, draft in enumerate(one.drafts.tolist()):
+            same = at[draft // 3, int(few.starts.flatten()[draft])]
+            for name in ("logits", "target", "truth"):
+                torch.testing.assert_close(getattr(one, name)[i], getattr(other, name)[same], atol=1e-5, rtol=1e-4)
 
 
 def drafted(head: EagleHead, batch: Batch, row: int) -> list[Tensor]:
@@ -174,9 +220,9 @@ def test_eagle_guesses_are_what_it_would_draft(make: Any, target: Target, layers
     head = make("eagle", layers=layers)
     batch = batch_for(target, head, answers()[1:2])
     by_row: dict[int, list[Tensor]] = {}
-    for guesses in head.guesses(batch, generator()):
-        for i, row in enumerate(guesses.contexts.tolist()):
-            by_row.setdefault(row, []).append(guesses.logits[i])
+    for guesses in head.guesses(batch):
+        for i, draft in enumerate(guesses.drafts.tolist()):
+            by_row.setdefault(int(batch.starts[0, draft]) - 1, []).append(guesses.logits[i])
     length, prompt = LENGTHS[1]
     assert sorted(by_row) == list(range(prompt - 1, length - 2))
     for row, found in by_row.items():
@@ -189,7 +235,12 @@ def test_unrolled_attention_of_step_0_is_causal_attention() -> None:
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 3, 7, 4, generator=draw) for _ in range(3))
     mask = torch.ones(7, 7, dtype=torch.bool).tril()
-    torch.testing.assert_close(attend_unrolled(q, [(k, v)]), attend(q, k, v, mask))
+    wanted = attend(q, k, v, mask)
+    torch.testing.assert_close(attend_unrolled(q, torch.arange(7).expand(2, 7), [(k, v)]), wanted)
+    rows = torch.tensor([[0, 4, 6], [1, 1, 5]])
+    some = torch.stack([each[:, at] for each, at in zip(q, rows, strict=True)])
+    found = attend_unrolled(some, rows, [(k, v)])
+    torch.testing.assert_close(found, torch.stack([each[:, at] for each, at in zip(wanted, rows, strict=True)]))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -197,22 +248,22 @@ def test_a_block_is_what_it_would_be_alone(make: Any, target: Target, causal: bo
     head = make("block", causal=causal, layers=2)
     assert isinstance(head, BlockHead)
     some = answers()
-    batch = batch_for(target, head, some)
-    starts = head.starts(batch, generator())
-    together = head(batch, starts)
-    for answer, anchor in ((0, 0), (1, 3), (2, 1)):
-        start = int(starts[answer, anchor])
+    batch = batch_for(target, head, some, 4)
+    together = head(batch)
+    for answer, draft in ((0, 0), (1, 3), (2, 0)):
+        start = int(batch.starts[answer, draft])
         assert LENGTHS[answer][1] <= start < LENGTHS[answer][0]
         cut = dataclasses.replace(
             batch,
             tokens=batch.tokens[answer : answer + 1, : start + 1],
             hidden=batch.hidden[answer : answer + 1, : start + 1],
+            starts=batch.starts[answer : answer + 1, draft : draft + 1],
         )
-        alone = head(cut, starts[answer : answer + 1, anchor : anchor + 1])
-        torch.testing.assert_close(alone[0, 0], together[answer, anchor], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(head(cut)[0, 0], together[answer, draft], atol=1e-5, rtol=1e-4)
     # What stands at row 1 reaches row 0 unless rows see only those before them.
     head.get_buffer("embedding")[head.spec.mask_token_id] += 1
-    assert torch.equal(head(batch, starts)[:, :, 0], together[:, :, 0]) == causal
+    real = (batch.starts >= 0) & (batch.tokens.gather(1, batch.starts.clamp_min(0)) != head.spec.mask_token_id)
+    assert torch.equal(head(batch)[real][:, 0], together[real][:, 0]) == causal
 
 
 # --- loss and acceptance ----------------------------------------------------------------------------------------------
@@ -226,7 +277,7 @@ def test_the_loss_falls_and_what_is_the_targets_stays(make: Any, target: Target,
     optimiser = Optimiser(head, clip=1.0)
     losses = []
     for _ in range(60):
-        loss = batch_loss(head, batch, generator(), 0.1)
+        loss = batch_loss(head, batch, 0.1)
         loss.backward()
         optimiser.step(5e-3)
         losses.append(loss.item())
@@ -235,23 +286,26 @@ def test_the_loss_falls_and_what_is_the_targets_stays(make: Any, target: Target,
     assert set(before) - changed == ({"lm_head.weight"} if kind != "medusa" else set())
 
 
-def guesses_of(right: list[bool], contexts: list[int], num_contexts: int) -> Guesses:
+def guesses_of(right: list[bool], drafts: list[int], num_drafts: int) -> Guesses:
     logits = torch.tensor([[5.0, 0.0] if each else [0.0, 5.0] for each in right]).reshape(-1, 2)
     count = len(right)
     return Guesses(
-        logits, torch.full((count, 2), 0.5), torch.zeros(count, dtype=torch.int64), torch.tensor(contexts), num_contexts
+        logits, torch.full((count, 2), 0.5), torch.zeros(count, dtype=torch.int64), torch.tensor(drafts), num_drafts
     )
 
 
 def test_acceptance_counts_drafts_up_to_their_first_wrong_token() -> None:
     class Scripted(TrainedHead):
-        def guesses(self, batch: Any, generator: torch.Generator) -> Iterator[Guesses]:
+        def shown(self, batch: Batch) -> Iterator[Any]:
+            raise AssertionError("guesses are scripted")
+
+        def guesses(self, batch: Any) -> Iterator[Guesses]:
             yield guesses_of([True, True, False, True], [0, 1, 2, 3], 4)
-            yield guesses_of([True, False, True], [0, 1, 2], 4)  # the draft of context 3 ends with its answer
+            yield guesses_of([True, False, True], [0, 1, 2], 4)  # draft 3 ends with its answer
 
     head = Scripted(np.arange(2), torch.zeros(2, 4))
     batch = SimpleNamespace(categories=["a", "b"], tokens=torch.zeros(1))
-    found = measure(head, [batch, batch], seed=0)  # type: ignore[list-item]
+    found = measure(head, [batch, batch])  # type: ignore[list-item]
     assert found["all"].by_depth == [0.75, 0.3333]
     assert found["a"].by_depth == [1.0, 0.5]
     assert found["b"].by_depth == [0.5, 0.0]
