@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from specserve.speculation.draft_sampler import (
     ChainDraft,
     DraftSampler,
     GrowingChains,
+    checked_flag,
     checked_probability,
     named_for_auto,
 )
@@ -37,8 +39,10 @@ class BlockDrafter:
     ModelError for a head that cannot be run or was made for another target.
     """
 
-    def __init__(self, context: ModelContext, head: str | None = None, min_probability: float = 0.0) -> None:
-        self._min_probability = checked_probability(min_probability)
+    def __init__(
+        self, context: ModelContext, head: str | None = None, min_probability: float = 0.0, second_best: bool = True
+    ) -> None:
+        self._min_probability, self._is_comb = checked_probability(min_probability), checked_flag(second_best)
         self._head = context.load_head(head, "block")
         self._layers: tuple[int, ...] = self._head.head.hidden_layers
         self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="pass")
@@ -49,7 +53,7 @@ class BlockDrafter:
         self._draws = self._head.draws(self._sampler.hashed(self._head.spec.vocab_size, self._head.ids))
 
     @staticmethod
-    def suits(context: ModelContext, head: str | None = None, min_probability: float = 0.0) -> bool:
+    def suits(context: ModelContext, head: str | None = None, **others: Any) -> bool:
         return named_for_auto(context, head, "block")
 
     def begin(self, seq: SequenceView) -> None: ...
@@ -101,7 +105,8 @@ class BlockDrafter:
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         self._write(seq for seq, most in requests if most)
-        chains = [ChainDraft(seq, self._most(seq, most)) for seq, most in requests]
+        how = self._min_probability, self._is_comb
+        chains = [ChainDraft(seq, self._most(seq, most), *how) for seq, most in requests]
         growing = [chain for chain in chains if chain.most > 0]
         if not growing:
             return [chain.draft() for chain in chains]
@@ -119,31 +124,21 @@ class BlockDrafter:
         firsts, depth = np.cumsum(lengths) - lengths, int(lengths.max())
         rows = firsts + np.minimum(np.arange(depth)[:, None], lengths - 1)  # one that has ended goes on in vain
         before = np.array([chain.seq.tokens[-1] for chain in chains])
-        tokens, confidence = self._draws.draw(
-            out.logits,
-            before,
-            rows,
-            *self._sampler.arrays([chain.seq for chain in chains], range(depth)),
-            out.is_replayed,
-        )
-        if self._head.head.has_confidence:
-            behind = np.concatenate((before[None], tokens[:-1]))
-            own = self._head.confidence(out.hidden[rows.ravel()], behind.ravel().tolist())
-            confidence = np.array(own, np.float32).reshape(rows.shape)
+        how = self._sampler.arrays([chain.seq for chain in chains], range(depth))
+        drawn = self._draws.draw(out.logits, before, rows, *how, out.is_replayed)
         for i, chain in enumerate(chains):
-            shown = confidence[: chain.most, i]
-            too_low = np.flatnonzero(shown < self._min_probability)
-            count = int(too_low[0]) if len(too_low) else chain.most
-            chain.tokens, chain.confidence = tokens[:count, i].tolist(), np.minimum(shown[:count], 1).tolist()
+            for token, share, *second in zip(*(part[: chain.most, i].tolist() for part in drawn), strict=True):
+                if not chain.take(token, share, (second[0], second[1])):
+                    break
 
     def _draw_apart(self, chains: list[ChainDraft], out: DraftOutput) -> None:
         """Depth after depth, where the distributions that tokens are drawn from are wanted too, or a grammar says what
         may follow each."""
         rows = [0, *itertools.accumulate(chain.most for chain in chains)][: len(chains)]
-        growing, depth = GrowingChains(self._sampler, chains, self._head.ids, self._min_probability), 0
+        growing, depth = GrowingChains(self._sampler, chains, self._head.ids), 0
         while rows:
             here, before = [row + depth for row in rows], [chain.last for chain in growing.chains]
-            left = growing.grow(self._logits(out.logits[here], before), self._head.confidence(out.hidden[here], before))
+            left = growing.grow(self._logits(out.logits[here], before))
             rows, depth = [rows[i] for i in left], depth + 1
 
     def _most(self, seq: SequenceView, asked: int) -> int:

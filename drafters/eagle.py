@@ -3,6 +3,8 @@ arXiv 2401.15077, 2406.16858 (EAGLE-1, 2) and 2503.01840 (EAGLE-3)."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from specserve.speculation.draft_sampler import named_for_auto
 from specserve.speculation.feature_drafter import FeatureDrafter
 from specserve.speculation.models import ModelContext
@@ -16,10 +18,15 @@ class EagleDrafter(FeatureDrafter):
     that comes along in the zoo, where there is one for it. See FeatureDrafter."""
 
     def __init__(
-        self, context: ModelContext, head: str | None = None, min_probability: float = 0.0, top_k: int = 1
+        self,
+        context: ModelContext,
+        head: str | None = None,
+        min_probability: float = 0.0,
+        top_k: int = 1,
+        second_best: bool = True,
     ) -> None:
-        super().__init__(context, "eagle", head, min_probability, top_k)
+        super().__init__(context, "eagle", head, min_probability, top_k, second_best)
 
     @staticmethod
-    def suits(context: ModelContext, head: str | None = None, min_probability: float = 0.0, top_k: int = 1) -> bool:
+    def suits(context: ModelContext, head: str | None = None, **others: Any) -> bool:
         return named_for_auto(context, head, "eagle")

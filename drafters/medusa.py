@@ -61,12 +61,16 @@ class MedusaDrafter:
         places = min(self._heads.head.num_heads, max(each.num_tokens for each in known))
         logits = self._heads.logits(torch.stack([self._last[each.seq] for each in known]), places)
         trees = [LikeliestTree(each.seq, each.num_tokens, self._min_probability) for each in known]
-        self._grow(trees, logits)
+        depths = [place for place in range(places) for _ in known]
+        noisy = self._sampler.noisy(
+            [each.seq for each in known] * places, depths, logits.flatten(0, 1), self._heads.ids
+        )
+        self._grow(trees, noisy.view_as(logits))
         drafts = {tree.seq: tree.draft() for tree in trees}
         return [drafts.get(each.seq, Draft.empty()) for each in requests]
 
     def _grow(self, trees: list[LikeliestTree], logits: Tensor) -> None:
-        """Open what is wanted, of what the heads say: float32 [places, trees, ids]."""
+        """Open what is wanted, of what the heads say, with noise: float32 [places, trees, ids]."""
         best = partial(self._sampler.best, count=self._top_k, ids=self._heads.ids)
         tokens, chances = best(logits)
         for row, tree in enumerate(trees):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from specserve.speculation.feature_drafter import FeatureDrafter
 from specserve.speculation.models import ModelContext
 
@@ -16,10 +18,15 @@ class MtpDrafter(FeatureDrafter):
     the target has one and no head is named."""
 
     def __init__(
-        self, context: ModelContext, head: str | None = None, min_probability: float = 0.0, top_k: int = 1
+        self,
+        context: ModelContext,
+        head: str | None = None,
+        min_probability: float = 0.0,
+        top_k: int = 1,
+        second_best: bool = True,
     ) -> None:
-        super().__init__(context, "mtp", head, min_probability, top_k)
+        super().__init__(context, "mtp", head, min_probability, top_k, second_best)
 
     @staticmethod
-    def suits(context: ModelContext, head: str | None = None, min_probability: float = 0.0, top_k: int = 1) -> bool:
+    def suits(context: ModelContext, head: str | None = None, **others: Any) -> bool:
         return head is None and context.verification == "coupled" and context.has_head(None, "mtp")

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.ops import NO_TOKEN_LEFT, NOT_FINITE, DrawArrays, RowScores, fraction_bits
+from specserve.ops import NO_TOKEN_LEFT, NOT_FINITE, DrawArrays, Drawn, RowScores, fraction_bits
 from specserve.ops.fixed_point import row_total, to_fixed
 from specserve.sampling import noise
 from specserve.types import Ids
@@ -63,22 +63,24 @@ def sample(scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids 
     return torch.cat(found)
 
 
-def draw(
-    logits: Tensor, bias: Tensor | None, how: DrawArrays, ids: Tensor | None, hashed: Tensor
-) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, bias: Tensor | None, how: DrawArrays, ids: Tensor | None, hashed: Tensor) -> Drawn:
     """As Ops.draw."""
     scores = logits[how.rows]
     scores = scores if bias is None else scores + bias
-    top, best = scores.max(-1)  # a NaN is above all
-    is_greedy = how.temperature == 0
+    top = scores.amax(-1)  # a NaN is above all
+    is_greedy, has_none = how.temperature == 0, ~top.isfinite()
     scaled = (scores - top[:, None]).double() / how.temperature.masked_fill(is_greedy, 1.0)[:, None]
-    winner, is_finite = best, top.isfinite()
     if not (logits.is_cpu and is_greedy.all()):  # elsewhere asking costs more than the noise
-        drawn = (noise.gumbel(how.keys[:, None], hashed) + scaled).argmax(-1)
-        winner = torch.where(is_greedy, best, drawn)
-    winner = winner.masked_fill(~is_finite, 0)
-    confidence = (-scaled.logsumexp(-1)).exp().float().masked_fill_(~is_finite, 0.0)
-    return winner if ids is None else ids[winner], confidence
+        noise_of = noise.gumbel(how.keys[:, None], hashed)
+        scaled = scaled + noise_of.masked_fill(is_greedy[:, None], 0.0)
+    total, found = scaled.logsumexp(-1), list[Tensor]()
+    for _ in range(2):
+        highest, entry = scaled.max(-1)  # of equals the first
+        share = (highest - total).exp().float().masked_fill(has_none, 0.0)
+        entry = entry.masked_fill(has_none | (share == 0), 0)
+        found += [entry if ids is None else ids[entry], share]
+        scaled = scaled.scatter(1, entry[:, None], -torch.inf)
+    return Drawn(*found)
 
 
 def masked_argmax(scores: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from specserve.ops import (
     AttentionRows,
     DraftArrays,
     DrawArrays,
+    Drawn,
     HeadNorms,
     Placed,
     Rotation,
@@ -262,17 +263,18 @@ class Kernels(Adapters, Experts, NoFlash, PeerKernels):
 
     def draw(
         self, depth: int, logits: Tensor, bias: Tensor | None, how: DrawArrays, ids: Tensor | None, hashed: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Drawn:
         assert logits.dtype == torch.float32 and logits.stride(1) == 1 and hashed.is_contiguous()
         rows, n = len(how.rows), logits.shape[1]
-        tokens = self._buffer(f"draw {depth}", rows, 1, torch.int64)
-        confidence = self._buffer(f"draw {depth}", rows, 1, torch.float32)
+        names = (f"draw {depth}", f"draw {depth}, second")
+        tokens, second = (self._buffer(name, rows, 1, torch.int64) for name in names)
+        share, second_share = (self._buffer(name, rows, 1, torch.float32) for name in names)
         with self._program(rows, logits, bias, how, ids, hashed) as program:
             program.draw(
                 logits.data_ptr(), logits.stride(0), at(how.rows), at(bias), n, at(ids), at(hashed),
-                at(how.temperature), at(how.keys), tokens.data_ptr(), confidence.data_ptr(),
+                at(how.temperature), at(how.keys), *(each.data_ptr() for each in (tokens, second, share, second_share)),
             )  # fmt: skip
-        return tokens[:, 0], confidence[:, 0]
+        return Drawn(tokens[:, 0], share[:, 0], second[:, 0], second_share[:, 0])
 
     def verify(
         self, scores: Tensor, best: Tensor, drafts: DraftArrays, hashed: Tensor, masks: Ids | None, verification: str

@@ -43,6 +43,7 @@ from specserve.ops import (
     AttentionRows,
     DraftArrays,
     DrawArrays,
+    Drawn,
     HeadNorms,
     Placed,
     Rotation,
@@ -268,8 +269,8 @@ class Kernels(_adapters.Adapters, _experts.Experts, _cache.Cache, NoFlash, NoPee
 
     def draw(
         self, depth: int, logits: Tensor, bias: Tensor | None, how: DrawArrays, ids: Tensor | None, hashed: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = _sampling.draw(logits, bias, how, ids, hashed)
+    ) -> Drawn:
+        found: Drawn = _sampling.draw(logits, bias, how, ids, hashed)
         return found
 
     def verify(

@@ -320,8 +320,8 @@ struct VerifyArgs {
 };
 
 // Row i is drawn from logits[rows[i]] + bias[i], whose entry j is token ids[j]: the best where its temperature is 0, else
-// with noise. `confidence` is the chance of the best one at that temperature, or at 1 where it is greedy; it is 0, and the
-// token any, where the scores are not finite.
+// with noise; `second` is the next best. A share is that of e^score, with its noise, at that temperature, or at 1 where it is
+// 0. It is 0, and the token any, where there is none, as scores are not finite.
 struct DrawArgs {
   const float* logits;  // [any, width]
   const int64_t* rows;
@@ -330,8 +330,8 @@ struct DrawArgs {
   const int64_t *ids, *hashed;  // [n]; `ids` null: entry j is token j
   const double* temperature;
   const int64_t* keys;
-  int64_t* tokens;
-  float* confidence;
+  int64_t *tokens, *second;
+  float *share, *second_share;
 };
 
 // Row i of x [rows, width], whose best token is best[i]; where that is negative, so are all of its `tokens`.

@@ -210,9 +210,10 @@ void bind_program(nb::module_& m) {
       })
       .def("draw",
            [](Program& p, Address logits, int width, Address rows, Address bias, int n, Address ids, Address hashed,
-              Address temperature, Address keys, Address tokens, Address confidence) {
+              Address temperature, Address keys, Address tokens, Address second, Address share, Address second_share) {
              p.draw({at<float>(logits), at<int64_t>(rows), at<float>(bias), width, int(padded(n)), n, at<int64_t>(ids),
-                     at<int64_t>(hashed), at<double>(temperature), at<int64_t>(keys), at<int64_t>(tokens), at<float>(confidence)});
+                     at<int64_t>(hashed), at<double>(temperature), at<int64_t>(keys), at<int64_t>(tokens),
+                     at<int64_t>(second), at<float>(share), at<float>(second_share)});
            })
       .def(
           "run",

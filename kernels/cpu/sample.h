@@ -3,6 +3,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
+#include <numeric>
 
 #include "args.h"
 #include "order.h"
@@ -188,19 +190,48 @@ inline double unit(uint64_t key) { return (double(key >> 12) + 0.5) * 0x1p-52; }
 
 inline double gumbel(uint64_t key) { return -std::log(-std::log(unit(key))); }
 
-// The entry with the highest log-weight plus noise, `tokens` null where entry i is token i. Since -log(u) >= 1 - u, an entry
-// can only beat `highest` if 1 - u is below e^(log-weight - highest): most are out without a logarithm.
-template <class Weight, class LogWeight>
-inline int gumbel_max(const Weight* weights, const int32_t* tokens, int size, int best, LogWeight log_weight, uint64_t key,
-               const int64_t* hashed) {
+// -log(1 - miss) of a number in [0, 1), to 6 digits: what a share is made of decides nothing.
+inline float wait_of(float miss) {
+  const float near = miss * (1 + miss * (0.5f + miss * (0.33333333f + miss * (0.25f + miss * 0.2f))));
+  const float u = std::max(1 - miss, 1e-30f);
+  uint32_t bits;
+  std::memcpy(&bits, &u, sizeof bits);
+  const uint32_t mantissa = (bits & 0x7FFFFFu) | 0x3F800000u;
+  float t;
+  std::memcpy(&t, &mantissa, sizeof t);
+  const bool is_high = t > 1.41421356f;
+  t = is_high ? 0.5f * t : t;
+  const float exponent = float(int(bits >> 23) - 127 + is_high);
+  const float s = (t - 1) / (t + 1), q = s * s;
+  const float log_t = 2 * s * (1 + q * (0.33333333f + q * (0.2f + q * (0.14285714f + q * 0.11111111f))));
+  return miss < 0.06f ? near : -(exponent * 0.69314718f + log_t);
+}
+
+// What stands out of a row's entries, the first one first; -1 where there are no more.
+template <int K>
+struct Highest {
+  int entries[K];
+  double scores[K];
+  double total;  // the sum of e^score over all entries, if it was asked for
+};
+
+// The K entries with the highest log-weight plus noise, of equals the first; `tokens` null where entry i is token i. Since
+// -log(u) >= 1 - u, an entry can only beat a score if 1 - u is below e^(log-weight - score): most are out without a logarithm.
+template <int K, bool kTotal, class Weight, class LogWeight>
+inline Highest<K> gumbel_highest(const Weight* weights, const int32_t* tokens, int size, int best, LogWeight log_weight,
+                                 uint64_t key, const int64_t* hashed) {
   const auto with_noise = [=](int i) {
     return log_weight(i) + gumbel(mix(key ^ uint64_t(hashed[tokens ? tokens[i] : i])));
   };
-  int winner = best;
-  double highest = with_noise(winner);
+  Highest<K> found;
+  std::fill_n(found.entries, K, -1);
+  std::fill_n(found.scores, K, -INFINITY);
+  found.entries[0] = best;
+  found.scores[0] = with_noise(best);
+  float sums[8] = {};
   for (int first = 0; first < size; first += kNoiseAtOnce) {
     const int n = std::min(kNoiseAtOnce, size - first);
-    const double reach = std::exp(-highest) * (1 + 1e-5);  // weights are rounded
+    const double reach = std::exp(-found.scores[K - 1]) * (1 + 1e-5);  // weights are rounded
     int64_t gathered[kNoiseAtOnce];
     const int64_t* own = hashed + first;
     if (tokens) {
@@ -208,21 +239,38 @@ inline int gumbel_max(const Weight* weights, const int32_t* tokens, int size, in
       own = gathered;
     }
     uint8_t near[kNoiseAtOnce] = {};
+    float shares[kNoiseAtOnce];
     for (int i = 0; i < n; ++i) {
       const uint64_t noise = mix(key ^ uint64_t(own[i])) >> 12;
       const double miss = (double(int64_t(0xFFFFFFFFFFFFF - noise)) + 0.5) * 0x1p-52;  // 1 - u
       near[i] = miss < double(weights[first + i]) * reach;
+      if constexpr (kTotal) shares[i] = float(miss);
+    }
+    if constexpr (kTotal) {
+      std::fill(shares + n, shares + kNoiseAtOnce, 0.5f);
+      for (int i = 0; i < kNoiseAtOnce; ++i) shares[i] = wait_of(shares[i]);
+      for (int i = 0; i < n; ++i) sums[i % 8] += float(weights[first + i]) / shares[i];
     }
     for (int i = 0; i < n; ++i) {
-      if (!near[i]) continue;
+      if (!near[i] || first + i == best) continue;
       const double at = with_noise(first + i);
-      if (at > highest || (at == highest && first + i < winner)) {
-        highest = at;
-        winner = first + i;
-      }
+      const auto is_above = [&](int k) {
+        return at > found.scores[k] || (at == found.scores[k] && first + i < found.entries[k]);
+      };
+      int k = K;
+      for (; k && is_above(k - 1); --k)
+        if (k < K) found.entries[k] = found.entries[k - 1], found.scores[k] = found.scores[k - 1];
+      if (k < K) found.entries[k] = first + i, found.scores[k] = at;
     }
   }
-  return winner;
+  found.total = std::accumulate(sums, sums + 8, 0.0);
+  return found;
+}
+
+template <class Weight, class LogWeight>
+inline int gumbel_max(const Weight* weights, const int32_t* tokens, int size, int best, LogWeight log_weight, uint64_t key,
+                      const int64_t* hashed) {
+  return gumbel_highest<1, false>(weights, tokens, size, best, log_weight, key, hashed).entries[0];
 }
 
 inline int gumbel_max(const Distribution& p, uint64_t key, const int64_t* hashed) {
@@ -266,6 +314,19 @@ inline int sample(const SampleArgs& args, int i, const SampleScratch& scratch) {
   return p.best < 0 ? p.best : gumbel_max(p, uint64_t(args.keys[i]), args.hashed);
 }
 
+// The two best entries of a row and the sum of all weights.
+inline Highest<2> two_best(const Distribution& p) {
+  Highest<2> found{{p.best, -1}, {0.0, -INFINITY}, total_of(p)};
+  float top = -INFINITY;
+  for (const auto [first, last] : {std::pair{0, p.best}, std::pair{p.best + 1, p.size}}) {
+    if (first == last) continue;
+    const float peak = peak_of(p.scores + first, last - first);
+    if (peak > top) top = peak, found.entries[1] = first + first_equal(p.scores + first, peak);
+  }
+  found.scores[1] = p.log_weight(top);
+  return found;
+}
+
 inline void draw(const DrawArgs& args, int begin, int end, float* scratch) {
   for (int i = begin; i < end; ++i) {
     const float* scores = args.logits + args.rows[i] * args.width;
@@ -282,14 +343,20 @@ inline void draw(const DrawArgs& args, int begin, int end, float* scratch) {
     p.temperature = temperature ? temperature : 1.0;
     const float top = peak_of(scores, args.n);
     p.best = std::isfinite(top) ? first_equal(scores, top) : -1;
-    int winner = 0;
-    args.confidence[i] = 0.0f;
+    Highest<2> found{{-1, -1}, {}, 1.0};
     if (p.best >= 0) {
       set_weights(p);
-      args.confidence[i] = float(1 / total_of(p));
-      winner = temperature ? gumbel_max(p, uint64_t(args.keys[i]), args.hashed) : p.best;
+      const auto log_weight = [p](int entry) { return p.log_weight(p.scores[entry]); };
+      const uint64_t key = uint64_t(args.keys[i]);
+      found = temperature ? gumbel_highest<2, true>(p.weights, nullptr, p.size, p.best, log_weight, key, args.hashed)
+                          : two_best(p);
     }
-    args.tokens[i] = args.ids ? args.ids[winner] : winner;
+    for (int k = 0; k < 2; ++k) {
+      const int entry = std::max(found.entries[k], 0);
+      const double share = found.entries[k] < 0 ? 0.0 : std::exp(found.scores[k]) / found.total;
+      (k ? args.second : args.tokens)[i] = args.ids ? args.ids[entry] : entry;
+      (k ? args.second_share : args.share)[i] = float(std::min(share, 1.0));
+    }
   }
 }
 

@@ -86,6 +86,16 @@ class DrawArrays(NamedTuple):
     keys: Tensor  # int64, of the noise
 
 
+class Drawn(NamedTuple):
+    """Two tokens for each of n drafts, of which the first is taken, tensors [n] on the device. A share is that of
+    exp(score) in the sum over all entries: scores at the temperature, at 1 where that is 0, with their noise."""
+
+    tokens: Tensor  # int64
+    share: Tensor  # float32
+    second: Tensor  # int64, what would be drawn if the first could not be
+    second_share: Tensor  # float32
+
+
 @dataclass(frozen=True, slots=True)
 class RowScores:
     """What the log-probabilities of n rows follow from: arrays on the host. A row whose peak is not finite has nothing
@@ -309,12 +319,11 @@ class Ops(AdapterOps, FlashOps, PeerOps, Protocol):
 
     def draw(
         self, depth: int, logits: Tensor, bias: Tensor | None, how: DrawArrays, ids: Tensor | None, hashed: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Drawn:
         """Tokens of n drafts, which no other depth's overwrite: of logits[how.rows] + bias, float32 [any, vocab] and
         [n, vocab], the best or, where the temperature is not 0, one drawn with the noise of its key. Entry j is token
-        ids[j], int64 [vocab], or j where that is None; hashed[j] is entry j's token as noise.hash_tokens has it.
-        Returns int64 [n], and float32 [n] the chance of the best at that temperature, 1 where it is 0; where scores are
-        not finite that is 0, and the token any of those."""
+        ids[j], int64 [vocab], or j where that is None; hashed[j] is entry j's token as noise.hash_tokens has it. Where
+        there is none, as scores are not finite, the share is 0 and the token any."""
 
     def verify(
         self, scores: Tensor, best: Tensor, drafts: DraftArrays, hashed: Tensor, masks: Ids | None, verification: str

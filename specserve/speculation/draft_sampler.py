@@ -23,7 +23,8 @@ class SampledTokens(NamedTuple):
     """The next token of each row."""
 
     tokens: list[int]
-    confidence: list[float]  # the model's probability of it or, where it was drawn, of the likeliest
+    confidence: list[float]  # its share as ops.Drawn has it; where it was drawn from q the highest probability there
+    second: list[tuple[int, float]]  # what else might come, and its share; nothing where there is a q
     q: list[Tensor | None]  # float32 [vocab] each, what it was drawn from; None where it was chosen
     keys: Tensor  # int64 [rows], for the token after it, where that has noise of its own
 
@@ -63,11 +64,25 @@ class DraftSampler:
         found[constrained] = found[constrained].masked_fill(~allowed, -torch.inf)
         return found
 
-    def best(self, logits: Tensor, count: int, ids: Tensor | None) -> tuple[Any, Any]:
-        """The best tokens of each row of logits [..., n] and their chances, lists [..., count]; the chance is 0 where
+    def best(self, scores: Tensor, count: int, ids: Tensor | None) -> tuple[Any, Any]:
+        """The best tokens of each row of scores [..., n] and their shares, lists [..., count]; the share is 0 where
         nothing is allowed."""
-        best = logits.softmax(-1).topk(count)
+        best = scores.softmax(-1).topk(count)
         return (best.indices if ids is None else ids[best.indices]).tolist(), best.values.nan_to_num().tolist()
+
+    def noisy(self, seqs: Many[SequenceView], depths: Many[int], logits: Tensor, ids: Tensor | None) -> Tensor:
+        """Of float32 logits [rows, n], each of a sequence at a depth of its draft, what the best tokens are chosen by:
+        at the sequence's temperature with the noise that the target will choose with there; of greedy ones, and of
+        those to whose drafts a distribution belongs, the logits."""
+        drawn = [row for row, seq in enumerate(seqs) if seq.temperature > 0 and self.is_chosen([seq])]
+        if not drawn:
+            return logits
+        seeds, places = [seqs[i].seed for i in drawn], [len(seqs[i].tokens) + depths[i] for i in drawn]
+        keys = noise.row_keys(seeds, places, [noise.Purpose.SAMPLE] * len(drawn)).to(logits.device)
+        temperatures = torch.tensor([seqs[i].temperature for i in drawn], dtype=torch.float64, device=logits.device)
+        scores = (logits[drawn] - logits[drawn].amax(-1, keepdim=True)).double() / temperatures[:, None]
+        scores += noise.gumbel(keys[:, None], self.hashed(logits.shape[1], ids))
+        return logits.index_copy(0, torch.tensor(drawn, device=logits.device), scores.float())
 
     def hashed(self, num: int, ids: Tensor | None) -> Tensor:
         """Ids, or the first `num` tokens, as noise.hash_tokens has them."""
@@ -99,9 +114,9 @@ class DraftSampler:
             temperature, own = self.arrays(seqs, range(depth, depth + 1))
             arrays = np.arange(len(seqs)), temperature, own[0]
             how = DrawArrays(*(torch.from_numpy(each).to(logits.device) for each in arrays))
-            found, chance = self._ops.draw(depth, logits, None, how, ids, hashed)
+            found, share, *second = (each.tolist() for each in self._ops.draw(depth, logits, None, how, ids, hashed))
             # Nothing is drawn with the keys, so they stay.
-            return SampledTokens(found.tolist(), chance.tolist(), [None] * len(seqs), keys)
+            return SampledTokens(found, share, list(zip(*second, strict=True)), [None] * len(seqs), keys)
         best = logits.max(-1)
         tokens = best.indices
         confidence = (best.values - logits.logsumexp(-1)).exp()
@@ -117,7 +132,7 @@ class DraftSampler:
             tokens[drawn] = noise.sample(scores, keys[drawn], hashed)
         if ids is not None:
             tokens = ids[tokens]
-        return SampledTokens(tokens.tolist(), confidence.tolist(), q, noise.fold(keys, self._hashed[tokens]))
+        return SampledTokens(tokens.tolist(), confidence.tolist(), [], q, noise.fold(keys, self._hashed[tokens]))
 
     def _of_all(self, probabilities: Tensor, ids: Tensor | None) -> Tensor:
         """A distribution over some ids [n] as one over all [vocab]."""
@@ -130,6 +145,13 @@ def checked_probability(value: float) -> float:
     """The option min_probability of a drafter. Raises ConfigError for what is no number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise ConfigError(f"min_probability is {value!r}; it must be a number from 0 to 1.")
+    return value
+
+
+def checked_flag(value: bool) -> bool:
+    """The option second_best of a drafter. Raises ConfigError for what is neither true nor false."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"second_best is {value!r}; it must be true or false.")
     return value
 
 
@@ -146,12 +168,15 @@ def named_for_auto(context: ModelContext, head: str | None, kind: str) -> bool:
 
 
 class ChainDraft:
-    """A draft of at most `most` tokens that is being written after a sequence."""
+    """A draft of at most `most` tokens that is being written after a sequence: a chain, which ends before a token that
+    is less likely than `least`, and if it is a comb the second best beside each of its tokens. The likeliest of them
+    all are the draft; a token is as likely as the product of what the model gives to it and those before."""
 
-    def __init__(self, seq: SequenceView, most: int) -> None:
-        self.seq, self.most = seq, most
+    def __init__(self, seq: SequenceView, most: int, least: float = 0.0, is_comb: bool = False) -> None:
+        self.seq, self.most, self._least, self._is_comb = seq, most, least, is_comb
         self.tokens: list[int] = []
-        self.confidence: list[float] = []
+        self._nodes: list[tuple[float, int, int, float]] = []  # how likely, depth, token and its own share
+        self._chance = 1.0  # of the chain's last token
         self._q: list[Tensor] = []
 
     @property
@@ -159,34 +184,50 @@ class ChainDraft:
         """The newest token, the sequence's where there is none yet."""
         return self.tokens[-1] if self.tokens else self.seq.tokens[-1]
 
-    def take(self, token: int, confidence: float, q: Tensor | None) -> bool:
-        """Add a token; returns whether there is room for another."""
+    def take(self, token: int, share: float, second: tuple[int, float] | None = None, q: Tensor | None = None) -> bool:
+        """The next token of the chain and the second best there; returns whether one behind it may be in the draft."""
+        if share < self._least:
+            return False
+        depth, before = len(self.tokens), self._chance
+        self._chance *= min(share, 1.0)
+        self._nodes.append((self._chance, depth, token, min(share, 1.0)))
         self.tokens.append(token)
-        self.confidence.append(min(1.0, confidence))
         if q is not None:
             self._q.append(q)
-        return len(self.tokens) < self.most
+        elif self._is_comb and second is not None and second[1] > 0 and second[1] >= self._least:
+            self._nodes.append((before * second[1], depth, *second))
+        return sum(each[0] >= self._chance for each in self._nodes) < self.most
 
     def draft(self) -> Draft:
-        q = torch.stack(self._q) if self._q else None
-        return Draft.chain(self.tokens, q, confidence=np.array(self.confidence, np.float32), own=range(self.most))
+        # Of equals the first one: what stands before a token is never less likely.
+        nodes = sorted(sorted(self._nodes, key=lambda node: -node[0])[: self.most], key=lambda node: node[1])
+        place = {-1: -1}  # of the chain's token at each depth
+        parents = []
+        for i, (_, depth, token, _) in enumerate(nodes):
+            parents.append(place[depth - 1])
+            if token == self.tokens[depth]:
+                place[depth] = i
+        return Draft(
+            np.array([node[2] for node in nodes], np.int32),
+            np.array(parents, np.int32),
+            torch.stack(self._q) if self._q else None,
+            confidence=np.array([node[3] for node in nodes], np.float32),
+            own=range(self.most),
+        )
 
 
 class GrowingChains:
     """Drafts that get a token each, again and again, until they end: `chains` are those that want another. A token is
-    one of `ids`, or of the first ones where that is None, and one that the sequence's grammar allows; a draft ends
-    before one that is less likely than `min_probability`."""
+    one of `ids`, or of the first ones where that is None, and one that the sequence's grammar allows."""
 
-    def __init__(
-        self, sampler: DraftSampler, chains: list[ChainDraft], ids: Tensor | None = None, min_probability: float = 0.0
-    ) -> None:
+    def __init__(self, sampler: DraftSampler, chains: list[ChainDraft], ids: Tensor | None = None) -> None:
         self.chains = chains
-        self._sampler, self._ids, self._min_probability = sampler, ids, min_probability
+        self._sampler, self._ids = sampler, ids
         self._keys, self._depth = sampler.keys([chain.seq for chain in chains]), 0
 
-    def grow(self, logits: Tensor, chances: list[float] | None = None) -> list[int]:
-        """The next token of each, of logits float32 [growing, ids]; with `chances` its confidence. Returns the rows of
-        those that want another, which are the growing ones now."""
+    def grow(self, logits: Tensor) -> list[int]:
+        """The next token of each, of logits float32 [growing, ids]. Returns the rows of those that want another, which
+        are the growing ones now."""
         seqs = [chain.seq for chain in self.chains]
         behind = [(chain.seq, chain.tokens) for chain in self.chains]
         allowed = self._sampler.allowed_logits(behind, logits, self._ids)
@@ -195,13 +236,11 @@ class GrowingChains:
             has_any = allowed.amax(-1) > -torch.inf  # a row without any is not used
             logits, is_open = torch.where(has_any[:, None], allowed, logits), has_any.tolist()
         drawn = self._sampler.sample(seqs, logits, self._keys, self._depth, self._ids)
-        confidence = drawn.confidence if chances is None else chances
+        second: Many[tuple[int, float] | None] = drawn.second or [None] * len(seqs)
         rows = [
             row
             for row, chain in enumerate(self.chains)
-            if is_open[row]
-            and confidence[row] >= self._min_probability
-            and chain.take(drawn.tokens[row], confidence[row], drawn.q[row])
+            if is_open[row] and chain.take(drawn.tokens[row], drawn.confidence[row], second[row], drawn.q[row])
         ]
         self.chains, self._keys, self._depth = [self.chains[row] for row in rows], drawn.keys[rows], self._depth + 1
         return rows

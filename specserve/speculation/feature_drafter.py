@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specserve.speculation.base import DraftRequest, Needs, SequenceReport, SequenceView, StepReport
-from specserve.speculation.draft_sampler import DraftSampler, checked_probability
+from specserve.speculation.draft_sampler import DraftSampler, checked_flag, checked_probability
 from specserve.speculation.likeliest import Passes, checked_top_k
 from specserve.speculation.models import MOST_MISSING, DraftInput, DraftOutput, DraftRunner, ModelContext
 from specserve.types import Draft
@@ -23,8 +23,17 @@ class FeatureDrafter:
     Raises ModelError for a head that cannot be run or was made for another target.
     """
 
-    def __init__(self, context: ModelContext, kind: str, head: str | None, min_probability: float, top_k: int) -> None:
+    def __init__(
+        self,
+        context: ModelContext,
+        kind: str,
+        head: str | None,
+        min_probability: float,
+        top_k: int,
+        second_best: bool,
+    ) -> None:
         self._min_probability, self._top_k = checked_probability(min_probability), checked_top_k(top_k)
+        self._is_comb = checked_flag(second_best)
         self._context = context
         self._head = context.load_head(head, kind)
         self._layers: tuple[int, ...] = self._head.head.hidden_layers or (context.num_layers - 1,)
@@ -56,7 +65,8 @@ class FeatureDrafter:
         growing = [each for each in requests if each.num_tokens > 0 and self._known[each.seq].is_whole]
         if not growing:
             return [Draft.empty()] * len(requests)
-        passes = Passes(self._sampler, growing, self._top_k, self._min_probability, self._head.ids, reads_hidden=True)
+        how = self._top_k, self._min_probability, self._head.ids
+        passes = Passes(self._sampler, growing, *how, reads_hidden=True, is_comb=self._is_comb)
         if sum(max(self._known[seq].num_unread, 1) for seq in passes.seqs) > self._runner.most_rows:
             self._read(passes.seqs)
         out = self._pass([(seq, self._known[seq].num_unread) for seq in passes.seqs], num_logits=1)

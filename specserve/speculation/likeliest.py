@@ -93,9 +93,10 @@ class LikeliestTree:
 
 class Passes:
     """Drafts for some sequences, which a model is asked for in passes over all that still grow: trees of `top_k`
-    candidates behind each node for greedy sequences, where that is more than one, and chains for all others. `seqs`
-    are in the order of the rows that the first pass shall have, one each. A model that `reads_hidden` stands one token
-    behind: it reads a token beside what it said of the hidden state before that."""
+    candidates behind each node, where that is more than one, and chains for all others and for those to whose drafts a
+    distribution belongs. `seqs` are in the order of the rows that the first pass shall have, one each. A model that
+    `reads_hidden` stands one token behind: it reads a token beside what it said of the hidden state before that.
+    `is_comb`: chains have second best tokens."""
 
     def __init__(
         self,
@@ -105,14 +106,16 @@ class Passes:
         least: float,
         ids: Tensor | None = None,
         reads_hidden: bool = False,
+        is_comb: bool = False,
     ) -> None:
         self._sampler, self._top_k, self._ids, self._reads_hidden = sampler, top_k, ids, reads_hidden
-        self._least = least
-        trees = [LikeliestTree(*each, least) for each in requests if top_k > 1 and each.seq.temperature == 0]
-        chains = [ChainDraft(*each) for each in requests if top_k == 1 or each.seq.temperature > 0]
+        is_tree = [top_k > 1 and sampler.is_chosen([each.seq]) for each in requests]
+        trees = [LikeliestTree(*each, least) for each, is_one in zip(requests, is_tree, strict=True) if is_one]
+        others = [each for each, is_one in zip(requests, is_tree, strict=True) if not is_one]
+        chains = [ChainDraft(*each, least, is_comb) for each in others]
         self._all: list[ChainDraft | LikeliestTree] = [*chains, *trees]
         self.seqs = [each.seq for each in self._all]
-        self._growing = GrowingChains(sampler, chains, ids, least)
+        self._growing = GrowingChains(sampler, chains, ids)
         self._trees = [(tree, tree.wanted()) for tree in trees]
         self._states: dict[tuple[LikeliestTree, int], Tensor] = {}  # what the model said behind opened nodes
 
@@ -136,7 +139,7 @@ class Passes:
         be done."""
         if self._trees or not self._sampler.is_chosen(self.seqs) or any(seq.has_grammar for seq in self.seqs):
             return False
-        return runner.write_chains(self._growing.chains, out, self._sampler, self._least)
+        return runner.write_chains(self._growing.chains, out, self._sampler)
 
     def drafts(self) -> dict[SequenceView, Draft]:
         return {each.seq: each.draft() for each in self._all}
@@ -145,7 +148,9 @@ class Passes:
         """Open the nodes that were wanted, a row for each."""
         opened = [(tree, node) for tree, wanted in self._trees for node in wanted]
         behind = [(tree.seq, tree.tokens(node)) for tree, node in opened]
-        allowed = self._sampler.allowed_logits(behind, logits, self._ids)
+        seqs, depths = [seq for seq, _ in behind], [len(tokens) for _, tokens in behind]
+        scores = self._sampler.noisy(seqs, depths, logits, self._ids)
+        allowed = self._sampler.allowed_logits(behind, scores, self._ids)
         best = self._sampler.best(allowed, min(self._top_k, logits.shape[1]), self._ids)
         for row, (tree, node) in enumerate(opened):
             tree.open(node, best[0][row], best[1][row])

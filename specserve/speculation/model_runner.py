@@ -41,9 +41,7 @@ class ModelRunner:
         self._block_size = block_size
         self._runner = Runner(self._model, self._ops, layers, block_size, self.most_rows, self._max_logit_rows)
 
-    def write_chains(
-        self, chains: Many[ChainDraft], out: DraftOutput, sampler: DraftSampler, min_probability: float = 0.0
-    ) -> bool:
+    def write_chains(self, chains: Many[ChainDraft], out: DraftOutput, sampler: DraftSampler) -> bool:
         if not self._ops.records:
             return False
         if self._writer is None:
@@ -56,11 +54,8 @@ class ModelRunner:
             self._placed(DraftInput(seq, start, [0] * count, is_scratch=True))
         tables = padded_tables([seq._seq.blocks.ids for seq in seqs])
         how = sampler.arrays(seqs, range(max(most)))
-        found = self._writer.write(
-            (out.logits, out.hidden), out.is_replayed, most, starts, tables, *how, min_probability
-        )
-        for chain, (tokens, confidence) in zip(chains, found, strict=True):
-            chain.tokens, chain.confidence = tokens, confidence
+        said = out.logits, out.hidden
+        self._writer.write(said, out.is_replayed, starts, tables, *how, lambda i, *drawn: chains[i].take(*drawn))
         return True
 
     @torch.no_grad()

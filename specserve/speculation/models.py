@@ -60,11 +60,10 @@ class DraftRunner(Protocol):
         there: for tokens of the sequence that the target has computed, and from a proposal's request on for the last
         token and num_tokens nodes behind it."""
 
-    def write_chains(self, chains: Many[Any], out: DraftOutput, sampler: Any, min_probability: float = 0.0) -> bool:
-        """Write drafts, of draft_sampler.ChainDraft, to their ends or to the first token that is given less than
-        `min_probability`, of a head that reads its own hidden states: `out` has a row of each. A token is one pass with
-        the draw behind it and no Python between. For drafts without a grammar whose tokens are chosen. False, and
-        nothing done, where `ops` do not record."""
+    def write_chains(self, chains: Many[Any], out: DraftOutput, sampler: Any) -> bool:
+        """Write drafts, of draft_sampler.ChainDraft, to their ends, of a head that reads its own hidden states: `out`
+        has a row of each. A token is one pass with the draw behind it and no Python between. For drafts without a
+        grammar whose tokens are chosen. False, and nothing done, where `ops` do not record."""
 
     def catch_up(self, seqs: Many[SequenceView]) -> None:
         """Compute what tokens that the target has computed still lack of the model's KV, chunk by chunk."""

@@ -1,5 +1,5 @@
 """A block head with gradients: one pass over the last committed token and masks behind it (DFlash, arXiv 2602.06036),
-with DSpark's bigram bias and confidence where BlockSpec has them."""
+with DSpark's bigram bias where BlockSpec has it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class BlockHead(TrainedHead):
     spec: BlockSpec
 
     def __init__(self, spec: BlockSpec, ids: NDArray[np.int64], embedding: Tensor, head: Tensor, norm: Tensor) -> None:
-        assert spec.has_head and not spec.has_embedding and not spec.has_mask_embedding, "what is trained"
+        others = spec.has_embedding, spec.has_mask_embedding, spec.has_confidence
+        assert spec.has_head and not any(others), "what is trained"
         super().__init__(ids, embedding)
         own, rows = spec.layers, spec.block_size
         self.spec, self.hidden_layers = spec, spec.hidden_layers
@@ -42,15 +43,11 @@ class BlockHead(TrainedHead):
             self.bigram_in = nn.Embedding(spec.target.vocab_size, spec.bigram_rank)
             self.bigram_out = nn.Linear(spec.bigram_rank, own.vocab_size, bias=False)
             nn.init.zeros_(self.bigram_out.weight)
-        if spec.has_confidence:
-            self.confidence = nn.Linear(own.hidden_size, 1)
-            nn.init.zeros_(self.confidence.weight)
-            nn.init.zeros_(self.confidence.bias)
 
     def tables(self) -> set[str]:
-        return {"bigram_in.weight", "bigram_out.weight", "confidence.weight"}
+        return {"bigram_in.weight", "bigram_out.weight"}
 
-    def shown(self, batch: Batch) -> Iterator[tuple[Judged, Tensor, Tensor | None]]:
+    def shown(self, batch: Batch) -> Iterator[tuple[Judged, Tensor]]:
         """Row i of the block that begins at token a guesses token a + i + 1."""
         hidden = self.forward(batch)
         for row in range(self.spec.block_size):
@@ -59,7 +56,7 @@ class BlockHead(TrainedHead):
             logits = self.lm_head(of_it)
             if self.spec.bigram_rank:
                 logits = logits + self.bigram_out(self.bigram_in(batch.tokens[answer, place]))
-            yield (answer, draft, place), logits, self.confidence(of_it)[:, 0] if self.spec.has_confidence else None
+            yield (answer, draft, place), logits
 
     def forward(self, batch: Batch) -> Tensor:
         """All blocks at once -> behind the final norm, float32 [batch, drafts, rows, hidden]."""

@@ -53,7 +53,7 @@ class EagleHead(TrainedHead):
         self.norm.weight.data.copy_(norm)
         self.lm_head = frozen_head(head, ids)
 
-    def shown(self, batch: Batch) -> Iterator[tuple[Judged, Tensor, None]]:
+    def shown(self, batch: Batch) -> Iterator[tuple[Judged, Tensor]]:
         """Step k: row i guesses token i + k + 2 of token i + k + 1 and, at first, the target's hidden state of token i,
         then what it made of that in the step before. So it is what a draft behind token i + 1 does at depth k, as long
         as the tokens that it drafted are those that came. Rows are those before starts; of all others only what these
@@ -69,7 +69,7 @@ class EagleHead(TrainedHead):
                 embedded = self.embed(batch.tokens.gather(1, (rows + step + 1).clamp_max(last)))
                 hidden = self.later_step(embedded, hidden, rows, step, cache)
             answer, draft, place = batch.judged(step)
-            yield (answer, draft, place), self.lm_head(self.norm(hidden[answer, draft])), None
+            yield (answer, draft, place), self.lm_head(self.norm(hidden[answer, draft]))
 
     def first_step(self, embedded: Tensor, hidden: Tensor, rows: Tensor, cache: Cache) -> Tensor:
         """Of all rows, [batch, tokens, hidden] each -> what stands behind the last layer of `rows`, int64 [batch, n],

@@ -29,7 +29,6 @@ class Guesses:
     truth: Tensor  # int64 [n], the place in the draft vocabulary of the token that came; -1 where it is not in there
     drafts: Tensor  # int64 [n], which of all drafts that the batch has; those of an answer lie together
     num_drafts: int
-    confidence: Tensor | None = None  # float32 [n], the logit of being accepted
 
 
 class TrainedHead(nn.Module, ABC):
@@ -48,21 +47,20 @@ class TrainedHead(nn.Module, ABC):
         self.register_buffer("embedding", embedding, persistent=False)
 
     @abstractmethod
-    def shown(self, batch: Batch) -> Iterator[tuple[Judged, Tensor, Tensor | None]]:
-        """Depth after depth: where drafts are judged, as batch.judged says, the logits of their tokens there, float32
-        [n, draft vocabulary], and of being accepted, float32 [n], if the head says that."""
+    def shown(self, batch: Batch) -> Iterator[tuple[Judged, Tensor]]:
+        """Depth after depth: where drafts are judged, as batch.judged says, and the logits of their tokens there,
+        float32 [n, draft vocabulary]."""
 
     def guesses(self, batch: Batch) -> Iterator[Guesses]:
         """Depth after depth."""
         num_drafts = batch.starts.shape[1]
-        for (answer, draft, place), logits, confidence in self.shown(batch):
+        for (answer, draft, place), logits in self.shown(batch):
             yield Guesses(
                 logits=logits,
                 target=batch.target[batch.target_rows[answer, place]],
                 truth=self.places(batch.tokens[answer, place + 1]),
                 drafts=answer * num_drafts + draft,
                 num_drafts=batch.starts.numel(),
-                confidence=confidence,
             )
 
     def tables(self) -> set[str]:
@@ -130,8 +128,6 @@ def loss_of(guesses: Guesses, cross_entropy: float) -> tuple[Tensor, Tensor]:
     accepted = torch.minimum(guesses.target, log_q.exp()).sum(-1)
     entropy = -(guesses.target * log_q).sum(-1)
     loss = cross_entropy * entropy + (1 - cross_entropy) * (1 - accepted)
-    if guesses.confidence is not None:
-        loss = loss + F.binary_cross_entropy_with_logits(guesses.confidence, accepted.detach(), reduction="none")
     return loss.mean() if len(loss) else loss.sum(), accepted.detach()
 
 

@@ -71,7 +71,6 @@ def _block(
         has_head=True,
         is_causal=options.causal,
         bigram_rank=options.bigram_rank,
-        has_confidence=True,
     )
     return BlockHead(spec, ids, *target.tables())
 

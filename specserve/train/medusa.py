@@ -52,10 +52,10 @@ class MedusaHeads(TrainedHead):
     def tables(self) -> set[str]:
         return {f"{number}.{self.spec.num_layers}.weight" for number in range(self.spec.num_heads)}
 
-    def shown(self, batch: Batch) -> Iterator[tuple[Judged, Tensor, None]]:
+    def shown(self, batch: Batch) -> Iterator[tuple[Judged, Tensor]]:
         """Head j guesses token i + j + 2 of the target's hidden state of token i."""
         norm = self.get_buffer("final_norm")
         for number in range(self.spec.num_heads):
             answer, draft, place = batch.judged(number)
             hidden = F.rms_norm(batch.hidden[answer, place - number - 1], norm.shape, norm, self._eps)
-            yield (answer, draft, place), self.get_submodule(str(number))(hidden), None
+            yield (answer, draft, place), self.get_submodule(str(number))(hidden)

@@ -175,6 +175,24 @@ def test_tokens_are_drawn_from_what_is_said(verification: str) -> None:
         assert not q[6:].any()
 
 
+def test_what_a_tree_is_chosen_by_has_the_targets_noise() -> None:
+    """Then it begins with what the target would say, and the second best is what it would say without that."""
+    sampler, draw = DraftSampler("coupled", 50, REFERENCE), torch.Generator().manual_seed(3)
+    ids, logits = torch.randperm(50, generator=draw)[:30].sort().values, torch.randn(40, 30, generator=draw)
+    seqs: Any = [View(seed, (0.0, 0.6, 1.3)[seed % 3], 4) for seed in range(40)]
+    depths = [seed % 5 for seed in range(40)]
+    noisy = sampler.noisy(seqs, depths, logits, ids)
+    assert torch.equal(noisy[::3], logits[::3])
+    best, shares = sampler.best(noisy, 2, ids)
+    for depth in range(5):
+        drawn = sampler.sample(seqs, logits, sampler.keys(seqs), depth, ids)
+        for row in range(depth, 40, 5):
+            assert best[row] == [drawn.tokens[row], drawn.second[row][0]]
+            assert shares[row] == pytest.approx([drawn.confidence[row], drawn.second[row][1]], rel=1e-4)
+    for verification in ("rejection", "block"):
+        assert DraftSampler(verification, 50, REFERENCE).noisy(seqs, depths, logits, ids) is logits
+
+
 def test_greedy_ones_are_not_drawn() -> None:
     sampler = DraftSampler("rejection", 5, REFERENCE)
     logits = torch.tensor([[0.0, 3.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 5.0, 0.0]])

@@ -87,7 +87,7 @@ def heads(tiny: Path, target: Decoder, expected: Any, tmp_path_factory: pytest.T
     trained = {
         "eagle3": trained_eagle(target, texts, 3, steps=40),
         "eagle1": trained_eagle(target, texts, 1, steps=40),
-        "block": trained_block(target, texts, 120, bigram_rank=8, has_confidence=True),
+        "block": trained_block(target, texts, 120, bigram_rank=8),
         "block-own-places": trained_block(target, texts, 120, samples_anchor=False, is_causal=True),
         "medusa": trained_medusa(target, texts, 40),
     }
@@ -234,19 +234,20 @@ def drafted_by(head: Head, target: Decoder, tokens: list[int], count: int, top_k
     """What the head drafts greedily behind tokens, in plain torch."""
     spec, weights = head.spec, dict(head.weights)
     hidden = hidden_states(target, tokens[:-1], hidden_layers(spec) or (target.spec.num_layers - 1,))
-    draft: list[int] = []
     if isinstance(spec, MedusaSpec):
         places = medusa(spec, weights, target.final_norm(hidden[0])[-1:]).softmax(-1)
         return tree_of(lambda path: places[len(path), 0] if len(path) < len(places) else None, count, 4)
     if isinstance(spec, BlockSpec):
         rows = count if spec.samples_anchor else count + 1
         logits, _ = block(spec, weights, *matrices(target), hidden, tokens[-1], rows)
-        for row in logits[rows - count :]:
-            before = (tokens + draft)[-1]
+
+        def row_behind(path: list[int]) -> torch.Tensor:
+            row, before = logits[rows - count + len(path)], (tokens + path)[-1]
             if spec.bigram_rank:
                 row = row + weights["bigram_out.weight"] @ weights["bigram_in.weight"][before]
-            draft.append(int(row.argmax()))
-        return draft
+            return row.softmax(-1)
+
+        return comb_of(row_behind, count)
     states = eagle_states(spec, weights, hidden if spec.version == 3 else [target.final_norm(hidden[0])])
 
     def behind(path: list[int]) -> torch.Tensor:
@@ -258,11 +259,23 @@ def drafted_by(head: Head, target: Decoder, tokens: list[int], count: int, top_k
         of_all[torch.arange(len(logits[-1])) + (0 if head.d2t is None else head.d2t)] = logits[-1].softmax(-1)
         return of_all
 
-    return tree_of(behind, count, top_k)
+    return comb_of(behind, count) if top_k == 1 else tree_of(behind, count, top_k)
+
+
+def comb_of(behind: Callable[[list[int]], torch.Tensor], count: int) -> list[int]:
+    """The likeliest tokens of a chain of `count` and of the second best beside each, by depth."""
+    path, chance, nodes = list[int](), 1.0, list[tuple[float, int, int]]()
+    for depth in range(count):
+        best = behind(path).topk(2)
+        (first, second), tokens = best.values.tolist(), best.indices.tolist()
+        nodes += [(-chance * first, depth, tokens[0]), (-chance * second, depth, tokens[1])]
+        path.append(tokens[0])
+        chance *= first
+    return [token for _, _, token in sorted(sorted(nodes)[:count], key=lambda node: node[1])]
 
 
 def tree_of(behind: Callable[[list[int]], torch.Tensor | None], count: int, top_k: int) -> list[int]:
-    """The likeliest tree's tokens, by what is said behind each path; a chain is one of one candidate each."""
+    """The likeliest tree's tokens, by what is said behind each path."""
     found, waiting = list[int](), [(-1.0, list[int]())]
     while len(found) <= count:
         chance, path = waiting.pop(0)

@@ -30,7 +30,7 @@ from torch import Tensor
 from specserve.kernels.reference import Kernels as Reference
 from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
-from specserve.ops import MOST_TOP_K, AttentionRows, DrawArrays, HeadNorms, Rotation
+from specserve.ops import MOST_TOP_K, AttentionRows, DrawArrays, Drawn, HeadNorms, Rotation
 from specserve.ops.isa import choose_isa
 from specserve.runtime.pack import StepInput
 from specserve.runtime.runner import Output, Runner, _Computed
@@ -500,15 +500,35 @@ def test_drafts_are_drawn_as_in_torch(
         torch.from_numpy(noise.choice([0.0, 0.3, 1.0, 7.0], rows)),
         torch.from_numpy(noise.integers(-(2**63), 2**63 - 1, rows)),
     )
-    tokens, confidence = REFERENCE.draw(0, logits, bias, how, ids, hashed)
+    wanted = REFERENCE.draw(0, logits, bias, how, ids, hashed)
     ops = make(isa)
     own = None if bias is None else returned(ops, bias)
     found = ops.draw(0, logits, own, how, ids, hashed)
-    assert found[0].tolist() == tokens.tolist()
-    assert torch.allclose(found[1], confidence, rtol=1e-5)
+    assert found.tokens.tolist() == wanted.tokens.tolist()
+    assert torch.allclose(found.share, wanted.share, rtol=1e-4)
+    assert torch.allclose(found.second_share, wanted.second_share, rtol=1e-4, atol=1e-20)
+    there = wanted.second_share > 1e-20  # beyond that weights are 0 in float32
+    assert torch.equal(found.second[there], wanted.second[there])
     is_broken = ~logits[how.rows].amax(-1).isfinite()
-    assert torch.equal(confidence == 0, is_broken)
-    assert all(tokens[is_broken] == (0 if ids is None else ids[0]))
+    for drawn in (wanted, found):
+        assert torch.equal(drawn.share == 0, is_broken)
+        assert all(drawn.tokens[is_broken] == (0 if ids is None else ids[0]))
+        assert all(drawn.second_share[is_broken] == 0)
+
+
+@every_set
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_what_is_drawn_second_would_be_first_without_the_first(isa: str, temperature: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits, hashed = torch.randn(64, 300, generator=draw), hash_tokens(torch.arange(300))
+    keys = torch.randint(2**62, (64,), generator=draw)
+    how = DrawArrays(torch.arange(64), torch.full((64,), temperature, dtype=torch.float64), keys)
+    ops = make(isa)
+    # What an op returns, its next call overwrites.
+    first = Drawn(*(each.clone() for each in ops.draw(0, logits, None, how, None, hashed)))
+    again = ops.draw(0, logits.scatter(1, first.tokens[:, None], -torch.inf), None, how, None, hashed)
+    assert torch.equal(again.tokens, first.second)
+    assert torch.allclose(again.share * (1 - first.share), first.second_share, rtol=1e-3, atol=1e-6)
 
 
 @every_set

@@ -180,8 +180,12 @@ def _variants(bench: HeadBench, num_layers: int) -> list[Variant]:
 
 
 def _chain(bench: HeadBench, recordings: Many[Recording], depth: int, **more: Any) -> Replay:
-    options: dict[str, Any] = {} if bench.kind == "block" else {"top_k": 1}
-    return replay(bench, recordings, depth, **options, **more)
+    return replay(bench, recordings, depth, **_as_chain(bench), **more)
+
+
+def _as_chain(bench: HeadBench) -> dict[str, Any]:
+    """The options of its drafter with which drafts are chains, whose tokens can be compared place by place."""
+    return {"top_k": 1} if bench.kind == "medusa" else {"second_best": False}
 
 
 def _figures(found: Replay) -> dict[str, Any]:
@@ -289,7 +293,7 @@ def _cost(bench: HeadBench, recordings: Many[Recording], base: Replay) -> dict[s
     decoding's time for a token over that of a step with drafts of k."""
     depth = len(base.by_depth()) or 1
     longest = max(recordings, key=lambda each: len(each.outputs))
-    drafting = drafting_seconds(bench, longest, depth)
+    drafting = drafting_seconds(bench, longest, depth, **_as_chain(bench))
     executor = local(bench.llm.engine.executor)
     rows = range(1, depth + 2)
     with bench.llm.exclusive():

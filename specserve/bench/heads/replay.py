@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Mapping, Sequence as Many
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -166,7 +167,7 @@ def replay(
     *,
     budget: int | None = None,
     shown: Shown = Shown(),
-    **options: int,
+    **options: Any,
 ) -> Replay:
     """Draft from every place of the answers, at most `depth` deep and `budget` nodes (None: a chain), by the bench's
     head with more `options` of its drafter."""
@@ -227,12 +228,14 @@ class PhaseSeconds:
 
 
 @torch.no_grad()
-def drafting_seconds(bench: HeadBench, recording: Recording, depth: int, most_places: int = 24) -> PhaseSeconds:
+def drafting_seconds(
+    bench: HeadBench, recording: Recording, depth: int, most_places: int = 24, **options: Any
+) -> PhaseSeconds:
     """What the head's drafter takes for one sequence, along an answer, drafts of each length in turn."""
     propose: list[list[float]] = [[] for _ in range(depth)]
     observe: list[float] = []
     with bench.llm.exclusive():
-        drafter = bench.drafter()
+        drafter = bench.drafter(**options)
         (walk,) = _walks(bench, [recording], Shown(), depth)
         _begin(drafter, [walk])
         for place in range(min(most_places, len(recording.outputs) - 2)):

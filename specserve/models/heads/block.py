@@ -53,11 +53,6 @@ class BlockHead:
         if head.bigram_rank:
             table = ops.pack_table(read.named("bigram_in")[0])
             self._bigram = table, read.linear("bigram_out")
-        self._confidence = (
-            (weights["confidence.weight"].to(ops.device).float(), weights["confidence.bias"].to(ops.device).float())
-            if head.has_confidence
-            else None
-        )
 
     def write(
         self, hidden: list[Tensor], positions: NDArray[np.int64], kv: list[Tensor], plan: Any, most_rows: int
@@ -112,18 +107,6 @@ class BlockHead:
     def draws(self, hashed: Tensor) -> HeadDraws:
         """What draws its drafts; `hashed` are its ids as noise.hash_tokens has them."""
         return HeadDraws(self.bias, self.ids, hashed, self.ops)
-
-    @torch.inference_mode()
-    def confidence(self, hidden: Tensor, before: list[int]) -> list[float] | None:
-        """The head's own chance of each row's token, [rows], from hidden states behind its final norm and the tokens
-        before; None where it has no opinion."""
-        if self._confidence is None:
-            return None
-        weight, bias = self._confidence
-        if self.head.confidence_reads_bigram and self._bigram is not None:
-            ids = torch.tensor(before, device=self.ops.device)
-            hidden = torch.cat((hidden, self.ops.embed(ids, self._bigram[0], 1.0)), -1)
-        return torch.sigmoid(hidden @ weight[0] + bias).tolist()
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         if self._embedding is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,39 +33,31 @@ class ChainWriter:
         self,
         said: tuple[Tensor, Tensor],
         is_replayed: bool,
-        most: Sequence[int],
         starts: NDArray[np.int32],
         block_tables: NDArray[np.int32],
         temperature: NDArray[np.float64],
         keys: NDArray[np.int64],
-        min_probability: float,
-    ) -> list[tuple[list[int], list[float]]]:
-        """Tokens of n drafts and their confidence, as Ops.draw has them: at most `most` of each, up to the first that
-        is given less than `min_probability`. `said` are the logits float32 [n, draft vocabulary] and the head's own
-        hidden states float32 [n, hidden] of a pass before, `is_replayed` as in HeadDraws.draw, `starts` int32 [n] where
-        the first token of each is read, `keys` int64 [longest, n] of the noise."""
-        each = np.arange(len(most))
-        drawn = self._draws.draw(said[0], each, each[None], temperature, keys[:1], is_replayed)
-        tokens, confidence, hidden = drawn[0][0], drawn[1][0], said[1]
-        found: list[tuple[list[int], list[float]]] = [([], []) for _ in most]
+        take: Callable[[int, int, float, tuple[int, float]], bool],
+    ) -> None:
+        """n drafts of at most `longest` tokens in a row. `said` are the logits float32 [n, draft vocabulary] and the
+        head's own hidden states float32 [n, hidden] of a pass before, `is_replayed` as in HeadDraws.draw, `starts`
+        int32 [n] where the first token of each is read, `keys` int64 [longest, n] of the noise. `take` is told of the
+        next token of a draft, and of the second best there, as Ops.draw has them, and says whether it wants another."""
+        each = np.arange(len(starts))
+        drawn = [part[0] for part in self._draws.draw(said[0], each, each[None], temperature, keys[:1], is_replayed)]
+        hidden = said[1]
         for depth in range(1, len(keys) + 1):
-            rows = []
-            for row, i in enumerate(each.tolist()):
-                if confidence[row] >= min_probability:
-                    found[i][0].append(int(tokens[row]))
-                    found[i][1].append(min(1.0, float(confidence[row])))
-                    if depth < most[i]:
-                        rows.append(row)
-            if not rows:
+            told = zip(each.tolist(), *(part.tolist() for part in drawn), strict=True)
+            rows = [row for row, (i, token, share, *second) in enumerate(told) if take(i, token, share, (*second,))]
+            if not rows or depth == len(keys):
                 break
             each = each[rows]
             n, positions = len(rows), starts[each] + np.int32(depth - 1)
             plan = self._ops.plan(AttentionRows.one_each(positions, block_tables[each]), self._block_size)
             features = hidden[:n] if rows[-1] == n - 1 else hidden[torch.tensor(rows, device=hidden.device)]
-            inputs = tokens[rows], positions, temperature[each], keys[depth, each], features
-            next_tokens, next_confidence, hidden = self._pass(inputs, n, plan)
-            tokens, confidence = next_tokens.cpu().numpy(), next_confidence.cpu().numpy()
-        return found
+            inputs = drawn[0][rows], positions, temperature[each], keys[depth, each], features
+            *parts, hidden = self._pass(inputs, n, plan)
+            drawn = [part.cpu().numpy()[:n] for part in parts]
 
 
 def _pass(
@@ -78,9 +70,8 @@ def _pass(
     temperature: Tensor,
     keys: Tensor,
     features: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens after these, their confidence and the features of the next pass."""
+) -> tuple[Tensor, ...]:
+    """What Ops.draw says of the tokens after these, and the features of the next pass."""
     rows = torch.arange(len(tokens), device=tokens.device)
     hidden, logits, _, _ = head.forward(tokens, positions, rows, kv, plan, (), features)
-    drawn, confidence = head.ops.draw(0, logits, None, DrawArrays(rows, temperature, keys), head.ids, hashed)
-    return drawn, confidence, hidden
+    return *head.ops.draw(0, logits, None, DrawArrays(rows, temperature, keys), head.ids, hashed), hidden

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.ops import DrawArrays, Input, Ops
+from specserve.ops import DrawArrays, Drawn, Input, Ops
 from specserve.ops.capture import Captured
 
 _MOST_CAPTURED = 64  # a few numbers of rows, each with a few depths
@@ -32,11 +33,11 @@ class HeadDraws:
         temperature: NDArray[np.float64],
         keys: NDArray[np.int64],
         is_replayed: bool,
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens and their confidence, as Ops.draw has them, int64 and float32 [depth, n]: of rows int64 [depth, n] of
-        logits float32 [any, draft vocabulary], after the tokens `before` int64 [n] and those that are drawn, at
-        temperatures float64 [n], with the noise of keys int64 [depth, n]. `is_replayed`: whether the next logits lie
-        where these do, so that it is worth recording what reads them."""
+    ) -> list[NDArray[Any]]:
+        """What Ops.draw says of each depth, [depth, n] of each field of ops.Drawn: of rows int64 [depth, n] of logits
+        float32 [any, draft vocabulary], after the tokens `before` int64 [n] and those that are drawn, at temperatures
+        float64 [n], with the noise of keys int64 [depth, n]. `is_replayed`: whether the next logits lie where these do,
+        so that it is worth recording what reads them."""
         depth, n = rows.shape
         key = logits.data_ptr(), depth
         if (captured := self._captured.get(key)) is None:
@@ -47,16 +48,16 @@ class HeadDraws:
                     self._captured.clear()
                 self._captured[key] = captured
         run = captured if is_replayed else captured.op_by_op
-        found = [each.cpu().numpy() for each in run((before, temperature, *rows, *keys), n)]
-        return np.stack([each[:n] for each in found[:depth]]), np.stack([each[:n] for each in found[depth:]])
+        found = [each.cpu().numpy()[:n] for each in run((before, temperature, *rows, *keys), n)]
+        return [np.stack(found[i * depth : (i + 1) * depth]) for i in range(len(Drawn._fields))]
 
     def _drawn(
         self, logits: Tensor, depth: int, plan: None, before: Tensor, temperature: Tensor, *rows_and_keys: Tensor
     ) -> list[Tensor]:
-        """The tokens of each depth, then their confidence."""
-        found = []
+        """By field of ops.Drawn, then by depth."""
+        found: list[Drawn] = []
         for i in range(depth):
             how = DrawArrays(rows_and_keys[i], temperature, rows_and_keys[depth + i])
             found.append(self._ops.draw(i, logits, self._bias(before), how, self._ids, self._hashed))
-            before = found[-1][0]
-        return [*(tokens for tokens, _ in found), *(chance for _, chance in found)]
+            before = found[-1].tokens
+        return [each for field in zip(*found, strict=True) for each in field]

@@ -125,7 +125,7 @@ class BlockSpec:
     `samples_anchor`, as DFlash was published, a mask proposes the token in its own place, and row 0 none. With
     `bigram_rank`, a row's logits get `bigram_out`(`bigram_in`[token]) for the token before the one it proposes, and
     with `has_confidence` a row's own chance of being accepted is sigmoid(confidence(hidden)), where
-    `confidence_reads_bigram` that of [hidden, `bigram_in`[token]].
+    `confidence_reads_bigram` that of [hidden, `bigram_in`[token]]; no draft asks it.
     """
 
     kind: ClassVar[str] = "block"
