@@ -34,15 +34,16 @@ class BlockDrafter:
     A draft takes one pass of the head, whatever its length, and has no more tokens than the head was made for. What the
     target has computed of a sequence, its hidden states, is written to the head's keys and values before a draft, and
     where nobody asks for one whenever MOST_MISSING tokens wait: who goes on from a prefix of the sequence then lacks no
-    more than is passed over. A draft ends before a token that is given less than `min_probability`, by the head's own
-    confidence where it has one. Sequences whose prompt was computed while another drafter ran get no drafts. Raises
-    ModelError for a head that cannot be run or was made for another target.
+    more than is passed over. A draft is a chain with the second best tokens beside it, unless `second_best` is false,
+    and ends before a token that is given less than `min_probability`; the confidence that some heads were trained to
+    give tells less than the token's share, and is not asked. Sequences whose prompt was computed while another drafter
+    ran get no drafts. Raises ModelError for a head that cannot be run or was made for another target.
     """
 
     def __init__(
         self, context: ModelContext, head: str | None = None, min_probability: float = 0.0, second_best: bool = True
     ) -> None:
-        self._min_probability, self._is_comb = checked_probability(min_probability), checked_flag(second_best)
+        self._min_probability, self._second_best = checked_probability(min_probability), checked_flag(second_best)
         self._head = context.load_head(head, "block")
         self._layers: tuple[int, ...] = self._head.head.hidden_layers
         self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="pass")
@@ -105,7 +106,7 @@ class BlockDrafter:
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         self._write(seq for seq, most in requests if most)
-        how = self._min_probability, self._is_comb
+        how = self._min_probability, self._second_best
         chains = [ChainDraft(seq, self._most(seq, most), *how) for seq, most in requests]
         growing = [chain for chain in chains if chain.most > 0]
         if not growing:

@@ -17,15 +17,7 @@ class EagleDrafter(FeatureDrafter):
     """Drafts with `head`, a folder or repository of an EAGLE head that was made for the target; by default the one
     that comes along in the zoo, where there is one for it. See FeatureDrafter."""
 
-    def __init__(
-        self,
-        context: ModelContext,
-        head: str | None = None,
-        min_probability: float = 0.0,
-        top_k: int = 1,
-        second_best: bool = True,
-    ) -> None:
-        super().__init__(context, "eagle", head, min_probability, top_k, second_best)
+    kind = "eagle"
 
     @staticmethod
     def suits(context: ModelContext, head: str | None = None, **others: Any) -> bool:

@@ -17,15 +17,7 @@ class MtpDrafter(FeatureDrafter):
     of the same model, for a target that was quantised without them. See FeatureDrafter. "auto" takes part in it where
     the target has one and no head is named."""
 
-    def __init__(
-        self,
-        context: ModelContext,
-        head: str | None = None,
-        min_probability: float = 0.0,
-        top_k: int = 1,
-        second_best: bool = True,
-    ) -> None:
-        super().__init__(context, "mtp", head, min_probability, top_k, second_best)
+    kind = "mtp"
 
     @staticmethod
     def suits(context: ModelContext, head: str | None = None, **others: Any) -> bool:

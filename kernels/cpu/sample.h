@@ -190,7 +190,7 @@ inline double unit(uint64_t key) { return (double(key >> 12) + 0.5) * 0x1p-52; }
 
 inline double gumbel(uint64_t key) { return -std::log(-std::log(unit(key))); }
 
-// -log(1 - miss) of a number in [0, 1), to 6 digits: what a share is made of decides nothing.
+// -log(1 - miss) of a number in [0, 1), to 4 digits: shares rank drafts, and decide no token.
 inline float wait_of(float miss) {
   const float near = miss * (1 + miss * (0.5f + miss * (0.33333333f + miss * (0.25f + miss * 0.2f))));
   const float u = std::max(1 - miss, 1e-30f);

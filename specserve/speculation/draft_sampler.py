@@ -169,11 +169,11 @@ def named_for_auto(context: ModelContext, head: str | None, kind: str) -> bool:
 
 class ChainDraft:
     """A draft of at most `most` tokens that is being written after a sequence: a chain, which ends before a token that
-    is less likely than `least`, and if it is a comb the second best beside each of its tokens. The likeliest of them
+    is less likely than `least`, and with `second_best` the next best beside each of its tokens. The likeliest of them
     all are the draft; a token is as likely as the product of what the model gives to it and those before."""
 
-    def __init__(self, seq: SequenceView, most: int, least: float = 0.0, is_comb: bool = False) -> None:
-        self.seq, self.most, self._least, self._is_comb = seq, most, least, is_comb
+    def __init__(self, seq: SequenceView, most: int, least: float = 0.0, second_best: bool = False) -> None:
+        self.seq, self.most, self._least, self._second_best = seq, most, least, second_best
         self.tokens: list[int] = []
         self._nodes: list[tuple[float, int, int, float]] = []  # how likely, depth, token and its own share
         self._chance = 1.0  # of the chain's last token
@@ -194,7 +194,7 @@ class ChainDraft:
         self.tokens.append(token)
         if q is not None:
             self._q.append(q)
-        elif self._is_comb and second is not None and second[1] > 0 and second[1] >= self._least:
+        elif self._second_best and second is not None and second[1] > 0 and second[1] >= self._least:
             self._nodes.append((before * second[1], depth, *second))
         return sum(each[0] >= self._chance for each in self._nodes) < self.most
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -13,29 +15,31 @@ from specserve.types import Draft
 
 
 class FeatureDrafter:
-    """Drafts with the head that `context.load_head(head, kind)` finds.
+    """Drafts with a head of `kind`, that which context.load_head finds by the option `head`.
 
     The head's layers have their keys and values beside the target's. At position i it reads the target's hidden state
     there and token i + 1; behind what the target has computed its own output stands in for the hidden state, and is
     replaced by the true one when that is known. Each token of a draft is one pass over all sequences that still want
-    one. A draft ends before a token to which the head gives less than `min_probability`; greedy sequences get trees of
-    `top_k` candidates behind each node. Sequences whose prompt was computed while another drafter ran get no drafts.
-    Raises ModelError for a head that cannot be run or was made for another target.
+    one. A draft ends before a token to which the head gives less than `min_probability`. It is a chain with the second
+    best tokens beside it, unless `second_best` is false, or a tree of `top_k` candidates behind each node. Sequences
+    whose prompt was computed while another drafter ran get no drafts. Raises ModelError for a head that cannot be run
+    or was made for another target.
     """
+
+    kind: ClassVar[str]
 
     def __init__(
         self,
         context: ModelContext,
-        kind: str,
-        head: str | None,
-        min_probability: float,
-        top_k: int,
-        second_best: bool,
+        head: str | None = None,
+        min_probability: float = 0.0,
+        top_k: int = 1,
+        second_best: bool = True,
     ) -> None:
         self._min_probability, self._top_k = checked_probability(min_probability), checked_top_k(top_k)
-        self._is_comb = checked_flag(second_best)
+        self._second_best = checked_flag(second_best)
         self._context = context
-        self._head = context.load_head(head, kind)
+        self._head = context.load_head(head, self.kind)
         self._layers: tuple[int, ...] = self._head.head.hidden_layers or (context.num_layers - 1,)
         self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="passes", reads_next=True)
         self._sampler = DraftSampler(context.verification, context.vocab_size, context.ops)
@@ -66,7 +70,7 @@ class FeatureDrafter:
         if not growing:
             return [Draft.empty()] * len(requests)
         how = self._top_k, self._min_probability, self._head.ids
-        passes = Passes(self._sampler, growing, *how, reads_hidden=True, is_comb=self._is_comb)
+        passes = Passes(self._sampler, growing, *how, reads_hidden=True, second_best=self._second_best)
         if sum(max(self._known[seq].num_unread, 1) for seq in passes.seqs) > self._runner.most_rows:
             self._read(passes.seqs)
         out = self._pass([(seq, self._known[seq].num_unread) for seq in passes.seqs], num_logits=1)

@@ -96,7 +96,7 @@ class Passes:
     candidates behind each node, where that is more than one, and chains for all others and for those to whose drafts a
     distribution belongs. `seqs` are in the order of the rows that the first pass shall have, one each. A model that
     `reads_hidden` stands one token behind: it reads a token beside what it said of the hidden state before that.
-    `is_comb`: chains have second best tokens."""
+    `second_best` is for chains, as ChainDraft has it."""
 
     def __init__(
         self,
@@ -106,13 +106,13 @@ class Passes:
         least: float,
         ids: Tensor | None = None,
         reads_hidden: bool = False,
-        is_comb: bool = False,
+        second_best: bool = False,
     ) -> None:
         self._sampler, self._top_k, self._ids, self._reads_hidden = sampler, top_k, ids, reads_hidden
         is_tree = [top_k > 1 and sampler.is_chosen([each.seq]) for each in requests]
         trees = [LikeliestTree(*each, least) for each, is_one in zip(requests, is_tree, strict=True) if is_one]
         others = [each for each, is_one in zip(requests, is_tree, strict=True) if not is_one]
-        chains = [ChainDraft(*each, least, is_comb) for each in others]
+        chains = [ChainDraft(*each, least, second_best) for each in others]
         self._all: list[ChainDraft | LikeliestTree] = [*chains, *trees]
         self.seqs = [each.seq for each in self._all]
         self._growing = GrowingChains(sampler, chains, ids)

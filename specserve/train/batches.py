@@ -33,7 +33,6 @@ class Batch:
     """Answers side by side, padded at their ends with token 0, and the drafts that they train: as many of each."""
 
     tokens: Tensor  # int64 [batch, tokens]
-    num_prompt: Tensor  # int64 [batch]
     hidden: Tensor  # float32 [batch, tokens, layers * hidden], the residual stream behind the layers that a head reads
     is_judged: Tensor  # bool [batch, tokens], where the token behind was written by the target
     starts: Tensor  # int64 [batch, drafts], the token behind which a draft begins, ascending; then -1 for none
@@ -120,7 +119,6 @@ def make_batch(
     residual = torch.cat([state[of_it[: len(state)], -1] for state, of_it in zip(states, wanted, strict=True)])
     return Batch(
         tokens=tokens.to(device),
-        num_prompt=num_prompt.to(device),
         hidden=hidden,
         is_judged=is_judged.to(device),
         starts=starts.to(device),

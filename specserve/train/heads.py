@@ -17,7 +17,7 @@ from specserve.models.heads.spec import HeadSpec, MedusaSpec
 from specserve.models.spec import AttentionSpec, DecoderSpec, GatedMlp, LayerSpec, PlainMlp, RmsNorm, Rope
 from specserve.train.batches import Batch
 
-Judged = tuple[Tensor, Tensor, Tensor]
+Judged = tuple[Tensor, Tensor, Tensor]  # as Batch.judged says
 
 
 @dataclass(frozen=True, slots=True)

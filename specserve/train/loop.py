@@ -56,7 +56,9 @@ class Training:
         lengths = [len(answer.tokens) for answer in answers]
         self._plan = plan_batches(lengths, options.epochs, options.batch_tokens, options.seed)
         self._num_tokens = np.cumsum([sum(lengths[i] for i in batch) for batch in self._plan])
-        self._check_memory(max(map(len, self._plan)))
+        self._check_memory(
+            max(map(len, self._plan)), max(len(batch) * max(lengths[i] for i in batch) for batch in self._plan)
+        )
         self._optimiser = Optimiser(head, options.clip)
         self.seconds = 0.0  # of all runs together
         self._is_whole = True  # what `step` says: no step is half made
@@ -119,12 +121,14 @@ class Training:
         self.head.train()
         return found
 
-    def _check_memory(self, num_answers: int) -> None:
+    def _check_memory(self, num_answers: int, num_tokens: int) -> None:
         """Raise CapacityError where a step will not fit: what takes memory are, of each guess, the target's
-        distribution, the logits, theirs, what is accepted of it and a gradient."""
-        guesses = num_answers * self._options.anchors * len(self.head.depth_weights)
+        distribution, the logits, theirs, what is accepted of it and a gradient; of a measurement, the distributions of
+        all places, and a depth's logits and what is made of them."""
+        trained, measured = (min(num_answers * n, num_tokens) for n in (self._options.anchors, DRAFTS_MEASURED))
+        guesses = max(5 * trained * len(self.head.depth_weights), num_tokens + 3 * measured)
         own = 4 * sum(each.numel() for each in self.head.parameters())  # with gradients and the optimiser's two
-        needed, free = 4 * (5 * len(self._ids) * guesses + own), free_memory(self._target.device)
+        needed, free = 4 * (len(self._ids) * guesses + own), free_memory(self._target.device)
         if needed > free:
             raise CapacityError(
                 f"A training step needs about {needed / GIB:.2f} GiB and {free / GIB:.2f} GiB are free on "

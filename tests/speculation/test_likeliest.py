@@ -91,7 +91,7 @@ def test_no_comb_is_likelier(most: int, sharpness: float, least: float) -> None:
     """Of a chain, and of the second best beside each of its tokens; and it is asked for no token in vain."""
     for seed in range(20):
         seq: Any = SimpleNamespace(tokens=[7])
-        comb, wants = ChainDraft(seq, most, least, is_comb=True), True
+        comb, wants = ChainDraft(seq, most, least, second_best=True), True
         while wants:
             first, second = said(tuple(comb.tokens), seed, sharpness)[:2]
             wants = comb.take(0, first, (1, second))
