@@ -13,7 +13,7 @@ from specserve.help import Help
 
 KINDS = ("eagle", "block", "medusa")
 _MOST_IDENTITY_BYTES = 2**20
-_PLACES = ("out", "text", "prompts")
+_PLACES = ("out", "text", "prompts", "init_from")
 # What changes when a run does something or how the head is stored, never what it learns: it may differ when the run
 # goes on.
 _CHANGEABLE = (*_PLACES, "tokens", "streams", "checkpoint_minutes", "int8")
@@ -52,6 +52,10 @@ class TrainingOptions:
     ] = (0.0, 0.7, 1.0)
     streams: Annotated[int, Help("Answers that are written at once.", "Text")] = 32
     seed: Annotated[int, Help("Seed of sampled answers, the order of data and the head's first weights.")] = 0
+    init_from: Annotated[
+        str | None,
+        Help("Begin with this head's weights and draft vocabulary: a folder or a hub id [default: random].", "Head"),
+    ] = None
     layers: Annotated[int, Help("Decoder layers; medusa: residual blocks of each head.", "Head")] = 1
     depth: Annotated[
         int, Help("Tokens of a draft: steps of the training-time test, rows of a block, or Medusa heads.", "Head")

@@ -38,6 +38,7 @@ class TrainedHead(nn.Module, ABC):
     spec: HeadSpec
     hidden_layers: tuple[int, ...]
     depth_weights: Sequence[float]  # of the loss, one for each depth
+    has_own_lm_head = False  # not the target's; it does not learn, either
 
     def __init__(self, ids: NDArray[np.int64], embedding: Tensor) -> None:
         super().__init__()
@@ -68,9 +69,9 @@ class TrainedHead(nn.Module, ABC):
         return set()
 
     def unshared(self) -> tuple[HeadSpec, dict[str, Tensor]]:
-        """The spec and the tensors without the target's LM head, where that is the head's and did not learn."""
+        """The spec and the tensors without the LM head, where that is the target's and did not learn."""
         tensors = self.state_dict()
-        if isinstance(self.spec, MedusaSpec):
+        if isinstance(self.spec, MedusaSpec) or self.has_own_lm_head:
             return self.spec, tensors
         del tensors["lm_head.weight"]
         return replace(self.spec, has_head=False, shares_head=True), tensors

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from specserve.errors import ConfigError
-from specserve.models.heads.spec import BlockSpec, EagleSpec, MedusaSpec
+from specserve.models.heads.spec import BlockSpec, EagleSpec, HeadSpec, MedusaSpec, TargetShape
+from specserve.models.spec import DecoderSpec
 from specserve.train import block, eagle
 from specserve.train.block import BlockHead
 from specserve.train.config import TrainingOptions
@@ -18,8 +18,6 @@ from specserve.train.eagle import EagleHead
 from specserve.train.heads import TrainedHead, layers_spec
 from specserve.train.medusa import MedusaHeads
 from specserve.train.target import Target
-
-Maker = Callable[[Target, NDArray[np.int64], int, tuple[int, ...], TrainingOptions], TrainedHead]
 
 
 def hidden_layers(kind: str, num_layers: int, options: TrainingOptions) -> tuple[int, ...]:
@@ -34,57 +32,37 @@ def hidden_layers(kind: str, num_layers: int, options: TrainingOptions) -> tuple
     return options.hidden_layers or default(num_layers)
 
 
-def make_head(
-    kind: str, target: Target, ids: NDArray[np.int64], mask_token_id: int, options: TrainingOptions
-) -> TrainedHead:
-    """A head that proposes from `ids`, ascending; the same bits for the same options.seed. `mask_token_id` stands for
+def head_spec(kind: str, target: DecoderSpec, num_ids: int, mask_token_id: int, options: TrainingOptions) -> HeadSpec:
+    """The head for `target` that the options ask for, which proposes from `num_ids` ids. `mask_token_id` stands for
     tokens that a block has yet to guess. Raises ConfigError as `hidden_layers` does."""
-    layers = hidden_layers(kind, target.spec.num_layers, options)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(options.seed)
-        return _MAKERS[kind](target, ids, mask_token_id, layers, options)
-
-
-def _eagle(
-    target: Target, ids: NDArray[np.int64], mask_token_id: int, layers_read: tuple[int, ...], options: TrainingOptions
-) -> TrainedHead:
-    layers = layers_spec(target.spec, options.layers, len(ids), options.qk_norm)
-    spec = EagleSpec(
-        version=3,
-        target=target.shape,
+    shape = TargetShape(hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
+    read = hidden_layers(kind, target.num_layers, options)
+    if kind == "medusa":
+        return MedusaSpec(target=shape, num_heads=options.depth, num_layers=options.layers, draft_vocab_size=num_ids)
+    layers = layers_spec(target, options.layers, num_ids, options.qk_norm)
+    if kind == "eagle":
+        return EagleSpec(version=3, target=shape, layers=layers, hidden_layers=read, has_head=True)
+    return BlockSpec(
+        target=shape,
         layers=layers,
-        hidden_layers=layers_read,
-        has_head=True,
-    )
-    return EagleHead(spec, ids, *target.tables(), options.depth)
-
-
-def _block(
-    target: Target, ids: NDArray[np.int64], mask_token_id: int, layers_read: tuple[int, ...], options: TrainingOptions
-) -> TrainedHead:
-    spec = BlockSpec(
-        target=target.shape,
-        layers=layers_spec(target.spec, options.layers, len(ids), options.qk_norm),
-        hidden_layers=layers_read,
+        hidden_layers=read,
         block_size=options.depth,
         mask_token_id=mask_token_id,
         has_head=True,
         is_causal=options.causal,
         bigram_rank=options.bigram_rank,
     )
-    return BlockHead(spec, ids, *target.tables())
 
 
-def _medusa(
-    target: Target, ids: NDArray[np.int64], mask_token_id: int, layers_read: tuple[int, ...], options: TrainingOptions
-) -> TrainedHead:
-    spec = MedusaSpec(
-        target=target.shape, num_heads=options.depth, num_layers=options.layers, draft_vocab_size=len(ids)
-    )
-    return MedusaHeads(spec, ids, *target.tables(), target.spec.final_norm.eps)
-
-
-_MAKERS: Mapping[str, Maker] = {"eagle": _eagle, "block": _block, "medusa": _medusa}
+def make_head(spec: HeadSpec, target: Target, ids: NDArray[np.int64], options: TrainingOptions) -> TrainedHead:
+    """A head that proposes from `ids`, ascending; the same bits for the same options.seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        if isinstance(spec, EagleSpec):
+            return EagleHead(spec, ids, *target.tables(), options.depth)
+        if isinstance(spec, BlockSpec):
+            return BlockHead(spec, ids, *target.tables())
+        return MedusaHeads(spec, ids, *target.tables(), target.spec.final_norm.eps)
 
 
 def in_words(head: TrainedHead) -> str:
@@ -93,4 +71,4 @@ def in_words(head: TrainedHead) -> str:
     shown = ", ".join(f"{name} {value}" for name, value in fields.items() if name not in ("target", "layers"))
     learning = sum(each.numel() for each in head.parameters() if each.requires_grad)
     frozen = sum(each.numel() for each in head.parameters() if not each.requires_grad)
-    return f"{head.spec.kind}: {shown}; {learning:,} numbers learn, {frozen:,} are the target's"
+    return f"{head.spec.kind}: {shown}; {learning:,} numbers learn, {frozen:,} of the LM head do not"

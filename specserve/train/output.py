@@ -16,6 +16,7 @@ from specserve.train.text import write_whole
 from specserve.train.writing import duration
 
 MOST_CURVE_BYTES = 2**28
+MOST_RECIPE_BYTES = 2**20
 _CURVE_LINES = 20
 
 
@@ -29,9 +30,11 @@ def machine(device: torch.device) -> str:
     return f"{names[0] if names else platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
-def write_recipe(folder: Path, facts: Mapping[str, Any], seconds: float, acceptance: Mapping[str, Acceptance]) -> None:
-    """RECIPE.md: what the head was made of and how (`facts`, by what they are), how long that took, the curve, and the
-    acceptance by category and depth."""
+def write_recipe(
+    folder: Path, facts: Mapping[str, Any], seconds: float, acceptance: Mapping[str, Acceptance], begun: Path | None
+) -> None:
+    """RECIPE.md: what the head was made of and how (`facts`, by what they are), how long that took, the curve, the
+    acceptance by category and depth, and the recipe of the head in `begun`, where the training began with that."""
     lines = ["# Recipe", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {_cell(value)} |" for name, value in {**facts, "training time": duration(seconds)}.items()]
     lines += ["", "## Acceptance", ""]
@@ -50,7 +53,19 @@ def write_recipe(folder: Path, facts: Mapping[str, Any], seconds: float, accepta
         f"| {line['step']} | {line['tokens']:,} | {line['loss']:.4f} | {line.get('accepted', '')} |"
         for line in _some(read_curve(folder))
     ]
+    if begun is not None:
+        lines += ["", "# Initial head", "", *_recipe(begun)]
     write_whole(folder / "RECIPE.md", ("\n".join(lines) + "\n").encode())
+
+
+def _recipe(folder: Path) -> list[str]:
+    """What RECIPE.md of the head in `folder` says, below its title."""
+    path = folder / "RECIPE.md"
+    if not path.exists():
+        return [f"{folder.name}, which has no recipe."]
+    with reading(path):
+        lines = read_text(path, MOST_RECIPE_BYTES).strip().splitlines()
+    return lines[2:] if lines[:1] == ["# Recipe"] else lines
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:

@@ -23,14 +23,19 @@ from specserve.checkpoint import catalog
 from specserve.errors import ConfigError, InputError, unknown
 from specserve.machine.cores import default_threads
 from specserve.models.heads.formats import write_head
+from specserve.models.heads.spec import TargetShape
 from specserve.models.heads.speculators import Verifier
 from specserve.models.loader import native_spec
 from specserve.models.lora import Adapter, read_adapter
+from specserve.models.spec import DecoderSpec
 from specserve.text.tokenizer import Tokenizer
+from specserve.train.adjacency import begin_bigram
 from specserve.train.batches import Answer
+from specserve.train.block import BlockHead
 from specserve.train.cache import BLOCK_SIZE, HiddenCache
 from specserve.train.config import KINDS, TrainingOptions, check_same, read_identity
-from specserve.train.kinds import hidden_layers, in_words, make_head
+from specserve.train.initial import InitialHead
+from specserve.train.kinds import head_spec, hidden_layers, in_words, make_head
 from specserve.train.loop import Training
 from specserve.train.output import machine, write_recipe
 from specserve.train.prompts import Jobs, Prompts, read_prompts
@@ -63,7 +68,9 @@ def train(
         raise ConfigError(f"--max-length is {options.max_length}; the target was made for {spec.max_len} tokens.")
     adapter = None if source is None else read_adapter(Path(source.path).expanduser(), folder)
     origin = _origin(folder, engine, prompts) | ({} if adapter is None else {"adapter": adapter.digest})
-    _check_run(options.out, {"kind": kind, **origin, **options.identity()})
+    initial = _initial(kind, spec, options)
+    begun = {} if initial is None else {"init_from": initial.digest()}
+    _check_run(options.out, {"kind": kind, **origin, **options.identity(), **begun})
     jobs = Jobs(prompts, options.temperatures, options.seed)
     layers = *hidden_layers(kind, spec.num_layers, options), spec.num_layers - 1
     with (
@@ -75,7 +82,18 @@ def train(
             name = None if source is None else source.name
             _write(text, prompts, jobs, model, with_adapter, options, say, name, cache)
         shown = model if source is None else f"{model} with adapter {source.name}"
-        return _Run(kind, folder, text, prompts, engine, options, adapter, cache).run(model, shown, say)
+        return _Run(kind, folder, text, prompts, engine, options, adapter, cache, initial).run(model, shown, say)
+
+
+def _initial(kind: str, target: DecoderSpec, options: TrainingOptions) -> InitialHead | None:
+    """The head to begin with, which is the one that the options ask for."""
+    if options.init_from is None:
+        return None
+    shape = TargetShape(hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
+    initial = InitialHead(catalog.resolve_head(options.init_from), kind, shape)
+    num_ids = min(options.draft_vocab_size, target.vocab_size)
+    initial.check(head_spec(kind, target, num_ids, initial.mask_token_id or 0, options))
+    return initial
 
 
 def _lora(source: AdapterSource | None, adapter: Adapter | None) -> dict[str, Any]:
@@ -180,18 +198,28 @@ class _Run:
         options: TrainingOptions,
         adapter: Adapter | None,
         cache: HiddenCache | None,
+        initial: InitialHead | None,
     ) -> None:
         torch.set_num_threads(engine.get("threads") or default_threads())
         self._folder, self._prompts, self._options, self._cache = folder, prompts, options, cache
+        self._initial = initial
         self._answers, held_out = split(text, prompts, options.tokens)
         self._target = Target(folder, options.max_length, adapter=adapter, **engine)
         tokenizer = Tokenizer(folder)
         always = tokenizer.special_ids | tokenizer.eos_ids_below(self._target.spec.vocab_size)
         self._counts = count_outputs(self._answers, self._target.spec.vocab_size)
-        self._ids = choose_ids(self._counts, options.draft_vocab_size, always)
         # What ends a text stands before no guess, so it serves as a mask; and its embedding was trained.
         mask = tokenizer.eos_id if tokenizer.eos_id is not None else min(always, default=0)
-        head = make_head(kind, self._target, self._ids, mask, options)
+        if initial is None:
+            self._ids = choose_ids(self._counts, options.draft_vocab_size, always)
+        else:
+            self._ids, mask = initial.ids, initial.mask_token_id or mask
+        spec = head_spec(kind, self._target.spec, len(self._ids), mask, options)
+        head = make_head(spec, self._target, self._ids, options)
+        if initial is not None:
+            initial.load(head)
+        elif isinstance(head, BlockHead) and options.bigram_rank:
+            begin_bigram(head, self._answers, options.seed)
         self.training = Training(options.out, head, self._target, self._ids, self._answers, held_out, options, cache)
         if cache is not None:
             cache.check_room(sum(len(a.tokens) for a in [*self._answers, *held_out] if a.number not in cache))
@@ -215,7 +243,8 @@ class _Run:
         spec, weights = head.unshared() if options.int8 else (head.spec, head.state_dict())
         write_head(options.out, spec, weights, d2t, verifier, int8=options.int8)
         acceptance = training.acceptance()
-        write_recipe(options.out, self._facts(shown), training.seconds, acceptance)
+        begun = None if self._initial is None else self._initial.folder
+        write_recipe(options.out, self._facts(shown), training.seconds, acceptance, begun)
         say(f"head and RECIPE.md: {options.out}")
         shares = {name: {"accepted": each.accepted, "by_depth": each.by_depth} for name, each in acceptance.items()}
         counts = {"num_steps": training.num_steps, "num_answers": len(self._answers), "seconds": training.seconds}

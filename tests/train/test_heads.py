@@ -20,12 +20,13 @@ from specserve.models.loader import load_model
 from specserve.models.spec import RmsNorm, Rope
 from specserve.testing import Feed, PagedDecoder, llama_spec
 from specserve.train.acceptance import measure
+from specserve.train.adjacency import begin_bigram
 from specserve.train.batches import Answer, Batch, draw_starts, make_batch
 from specserve.train.block import BlockHead
 from specserve.train.config import TrainingOptions
 from specserve.train.eagle import EagleHead
 from specserve.train.heads import Guesses, TrainedHead, batch_loss, layers_spec, loss_of
-from specserve.train.kinds import make_head
+from specserve.train.kinds import head_spec, make_head
 from specserve.train.layers import attend, attend_unrolled
 from specserve.train.muon import Optimiser, learning_rate, orthogonal
 from specserve.train.target import Target
@@ -45,12 +46,16 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(1)
 
 
+def first(kind: str, target: Target, options: TrainingOptions) -> TrainedHead:
+    return make_head(head_spec(kind, target.spec, len(IDS), 5, options), target, IDS, options)
+
+
 @pytest.fixture
 def make(target: Target, options: Make) -> Callable[..., TrainedHead]:
     """A head whose every number is random, as those that begin with zeros would hide mistakes."""
 
     def head(kind: str, **own: Any) -> TrainedHead:
-        made = make_head(kind, target, IDS, 5, options(**own))
+        made = first(kind, target, options(**own))
         draw = torch.Generator().manual_seed(2)
         for each in made.parameters():
             if each.requires_grad:
@@ -266,12 +271,37 @@ def test_a_block_is_what_it_would_be_alone(make: Any, target: Target, causal: bo
     assert torch.equal(head(batch)[real][:, 0], together[real][:, 0]) == causal
 
 
+def test_the_bigram_bias_begins_with_what_follows_what(target: Target, options: Make) -> None:
+    head = first("block", target, options(bigram_rank=40))
+    assert isinstance(head, BlockHead)
+    followers = {3: 20, 4: 21, 5: 22}  # beside tokens that stand anywhere
+    draw = np.random.default_rng(5)
+    pairs = np.concatenate([[each, followers[each]] for each in draw.integers(3, 6, 300)])
+    noise = draw.integers(100, 110, 600)
+    texts = [np.concatenate([[9], pairs, [noise[i]]]) for i in range(3)] + [np.concatenate([[9], noise])]
+    written = [Answer(text, 1, "all") for text in texts]
+    begin_bigram(head, written, seed=4)
+    with torch.no_grad():
+        bias = head.bigram_out(head.bigram_in(torch.arange(target.spec.vocab_size)))
+    assert all(int(bias[before].argmax()) == head.places(torch.tensor(behind)) for before, behind in followers.items())
+    # Half of the logarithm of how much likelier: behind 3 always, elsewhere never.
+    share = 3 * int((pairs == 3).sum()) / sum(len(text) - 1 for text in texts)
+    assert float(bias[3].max()) == pytest.approx(-0.5 * np.log(share), rel=0.02)
+    again = first("block", target, options(bigram_rank=40))
+    begin_bigram(again, written, seed=4)
+    assert torch.equal(again.bigram_out.weight, head.bigram_out.weight)
+    few = first("block", target, options(bigram_rank=40))
+    before = few.bigram_in.weight.clone()
+    begin_bigram(few, [Answer(np.array([1, 2]), 2, "all")], seed=4)  # which has no pair
+    assert torch.equal(few.bigram_in.weight, before)
+
+
 # --- loss and acceptance ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_falls_and_what_is_the_targets_stays(make: Any, target: Target, options: Make, kind: str) -> None:
-    head = make_head(kind, target, IDS, 5, options())
+    head = first(kind, target, options())
     batch = batch_for(target, head, answers())
     before = {name: each.clone() for name, each in head.state_dict().items()}
     optimiser = Optimiser(head, clip=1.0)
