@@ -12,13 +12,12 @@ from specserve.train.batches import Answer
 from specserve.train.block import BlockHead
 
 _ITERATIONS = 4  # of the subspace of the largest singular values
-_SHARE = 0.5  # of the table, as the head itself learns a part of what it says
 
 
 def begin_bigram(head: BlockHead, answers: Sequence[Answer], seed: int) -> None:
-    """Let the head's bias begin with half of how much likelier each token was in `answers` behind the one before it
-    than elsewhere (positive pointwise mutual information), as far as the bias's rank reaches. The same bits for the
-    same seed."""
+    """Let the head's bias begin with how much likelier each token was in `answers` behind the one before it than
+    elsewhere (positive pointwise mutual information), as far as the bias's rank reaches. The same bits for the same
+    seed."""
     table = _information(head, answers)
     rank = min(head.spec.bigram_rank, *table.shape)
     if not rank or not table.values().numel():
@@ -28,7 +27,7 @@ def begin_bigram(head: BlockHead, answers: Sequence[Answer], seed: int) -> None:
         left, sizes, right = torch.svd_lowrank(table, q=rank, niter=_ITERATIONS)
     with torch.no_grad():
         head.bigram_in.weight[:, :rank] = left * sizes.sqrt()
-        head.bigram_out.weight[:, :rank] = _SHARE * right * sizes.sqrt()
+        head.bigram_out.weight[:, :rank] = right * sizes.sqrt()
 
 
 def _information(head: BlockHead, answers: Sequence[Answer]) -> Tensor:

@@ -46,9 +46,10 @@ class InitialHead:
         return found
 
     @property
-    def mask_token_id(self) -> int | None:
+    def mask_token_id(self) -> int:
+        """0 of heads without one."""
         spec = self._head.spec
-        return spec.mask_token_id if isinstance(spec, BlockSpec) else None
+        return spec.mask_token_id if isinstance(spec, BlockSpec) else 0
 
     def digest(self) -> str:
         """Of its tensors and its draft vocabulary."""
@@ -76,6 +77,7 @@ class InitialHead:
         rounding stays the target's; another is kept as it is."""
         for name, own in head.state_dict().items():  # which share memory with the head
             if name not in self._head.weights:
+                assert name == _LM_HEAD, "a head of that spec lacks only what it shares"
                 continue
             given = self._head.weights[name].to(own)
             if name == _LM_HEAD:
@@ -96,16 +98,17 @@ class InitialHead:
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Fields of fields of dataclasses by their path, as `layers.0.attention.num_heads`, with each one's type and the
-    `count` of several; without the length of the rotation's tables."""
+    """Fields of fields of dataclasses by their path, as `layers.0.attention.num_heads`; in place of a dataclass itself
+    its type, so that one differs from None, and of several their `count`; without the length of the rotation's
+    tables."""
+    found: dict[str, Any] = {}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        parts: Mapping[str, Any] = {"type": type(value).__name__, **fields}
+        found[name] = type(value).__name__
+        parts: Mapping[str, Any] = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, tuple) and any(dataclasses.is_dataclass(each) for each in value):
         parts = {"count": len(value), **{str(number): each for number, each in enumerate(value)}}
     else:
         return {} if name == "layers.max_len" else {name: value}
-    found: dict[str, Any] = {}
     for part, inner in parts.items():
         found |= _flat(inner, f"{name}.{part}" if name else part)
     return found

@@ -92,7 +92,7 @@ def _initial(kind: str, target: DecoderSpec, options: TrainingOptions) -> Initia
     shape = TargetShape(hidden_size=target.hidden_size, num_layers=target.num_layers, vocab_size=target.vocab_size)
     initial = InitialHead(catalog.resolve_head(options.init_from), kind, shape)
     num_ids = min(options.draft_vocab_size, target.vocab_size)
-    initial.check(head_spec(kind, target, num_ids, initial.mask_token_id or 0, options))
+    initial.check(head_spec(kind, target, num_ids, initial.mask_token_id, options))
     return initial
 
 
@@ -208,12 +208,12 @@ class _Run:
         tokenizer = Tokenizer(folder)
         always = tokenizer.special_ids | tokenizer.eos_ids_below(self._target.spec.vocab_size)
         self._counts = count_outputs(self._answers, self._target.spec.vocab_size)
-        # What ends a text stands before no guess, so it serves as a mask; and its embedding was trained.
-        mask = tokenizer.eos_id if tokenizer.eos_id is not None else min(always, default=0)
         if initial is None:
             self._ids = choose_ids(self._counts, options.draft_vocab_size, always)
+            # What ends a text stands before no guess, so it serves as a mask; and its embedding was trained.
+            mask = tokenizer.eos_id if tokenizer.eos_id is not None else min(always, default=0)
         else:
-            self._ids, mask = initial.ids, initial.mask_token_id or mask
+            self._ids, mask = initial.ids, initial.mask_token_id
         spec = head_spec(kind, self._target.spec, len(self._ids), mask, options)
         head = make_head(spec, self._target, self._ids, options)
         if initial is not None:

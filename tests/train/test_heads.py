@@ -284,9 +284,9 @@ def test_the_bigram_bias_begins_with_what_follows_what(target: Target, options: 
     with torch.no_grad():
         bias = head.bigram_out(head.bigram_in(torch.arange(target.spec.vocab_size)))
     assert all(int(bias[before].argmax()) == head.places(torch.tensor(behind)) for before, behind in followers.items())
-    # Half of the logarithm of how much likelier: behind 3 always, elsewhere never.
+    # The logarithm of how much likelier: behind 3 always, elsewhere never.
     share = 3 * int((pairs == 3).sum()) / sum(len(text) - 1 for text in texts)
-    assert float(bias[3].max()) == pytest.approx(-0.5 * np.log(share), rel=0.02)
+    assert float(bias[3].max()) == pytest.approx(-np.log(share), rel=0.02)
     again = first("block", target, options(bigram_rank=40))
     begin_bigram(again, written, seed=4)
     assert torch.equal(again.bigram_out.weight, head.bigram_out.weight)

@@ -73,6 +73,7 @@ def test_options_that_ask_for_another_head(run: Any, options: Make, tmp_path: Pa
     cases: list[tuple[dict[str, Any], str]] = [
         ({"layers": 2}, "layers.layers.count is 1, not 2"),
         ({"draft_vocab_size": 90}, "layers.vocab_size is 100, not 90"),
+        ({"qk_norm": False}, "layers.layers.0.attention.head_norm is 'RmsNorm', not None"),
         ({"depth": 4}, "block_size is 3, not 4"),
         ({"hidden_layers": (0,)}, "hidden_layers is (0, 1), not (0,)"),
         ({"bigram_rank": 0, "causal": True}, "is_causal is False, not True; bigram_rank is 8, not 0"),
@@ -101,7 +102,7 @@ def test_a_head_with_an_lm_head_and_a_mask_of_its_own(run: Any, options: Make, t
     run("block", options(out=tmp_path / "first", epochs=1.0))
     found = read_head(tmp_path / "first")
     assert isinstance(found.spec, BlockSpec)
-    spec = replace(found.spec, mask_token_id=7)
+    spec = replace(found.spec, mask_token_id=0)
     own = {**found.weights, "lm_head.weight": found.weights["lm_head.weight"].flip(0)}
     rounded = {**found.weights, "lm_head.weight": found.weights["lm_head.weight"].bfloat16()}
     for name, weights in (("own", own), ("rounded", rounded)):
@@ -111,7 +112,7 @@ def test_a_head_with_an_lm_head_and_a_mask_of_its_own(run: Any, options: Make, t
         run("block", options(out=out, text=text, init_from=str(tmp_path / name), learning_rate=STILL, int8=True))
         trained = read_head(out)
         assert isinstance(trained.spec, BlockSpec)
-        assert trained.spec.mask_token_id == 7
+        assert trained.spec.mask_token_id == 0
         assert (trained.spec.has_head, trained.spec.shares_head) == ((True, False) if name == "own" else (False, True))
     kept = read_head(tmp_path / "on-own").weights["lm_head.weight"]
     torch.testing.assert_close(kept, own["lm_head.weight"].float(), atol=0.01, rtol=0.02)
