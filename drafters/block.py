@@ -51,6 +51,9 @@ class BlockDrafter:
         self._runner, self._ops = context.runner(self._head), context.ops
         self._waiting: dict[SequenceView, HiddenInput] = {}  # what the head is yet to be told
         self._most_waiting = min(MOST_MISSING, self._runner.most_rows // 2)  # tokens of a sequence
+        # What the head makes of the target's states, float32 [hidden], of the last token that was written, and where
+        # that stands.
+        self._last: dict[SequenceView, tuple[int, Tensor]] = {}
         self._draws = self._head.draws(self._sampler.hashed(self._head.spec.vocab_size, self._head.ids))
 
     @staticmethod
@@ -61,10 +64,11 @@ class BlockDrafter:
 
     def end(self, seq: SequenceView) -> None:
         self._waiting.pop(seq, None)
+        self._last.pop(seq, None)
 
     def observe(self, step: StepReport) -> None:
         for seq in step.preempted:
-            self._waiting.pop(seq, None)
+            self.end(seq)
         full = []
         for report in step.seqs:
             if rows := report.kept_rows:
@@ -97,12 +101,20 @@ class BlockDrafter:
             if not self._runner.skip_missing_kv(each.seq, each.start):
                 continue
             if len(each.hidden[0]) > room:
-                self._runner.write(together)
+                self._write_together(together)
                 together, room = [], self._runner.most_rows
             together.append(each)
             room -= len(each.hidden[0])
         if together:
-            self._runner.write(together)
+            self._write_together(together)
+
+    def _write_together(self, some: list[HiddenInput]) -> None:
+        states = self._runner.write(some)
+        if self._head.head.has_anchor_inputs:
+            stops = [each.start + len(each.hidden[0]) for each in some]
+            rows = [stop - 1 for stop in itertools.accumulate(len(each.hidden[0]) for each in some)]
+            for each, stop, state in zip(some, stops, states[rows].unbind(), strict=True):  # a copy
+                self._last[each.seq] = stop - 1, state
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         self._write(seq for seq, most in requests if most)
@@ -111,7 +123,7 @@ class BlockDrafter:
         growing = [chain for chain in chains if chain.most > 0]
         if not growing:
             return [chain.draft() for chain in chains]
-        out = self._runner.run([self._block(chain) for chain in growing])
+        out = self._runner.run(self._blocks(growing))
         seqs = [chain.seq for chain in growing]
         if self._sampler.is_chosen(seqs) and not any(seq.has_grammar for seq in seqs):
             self._draw(growing, out)
@@ -146,15 +158,24 @@ class BlockDrafter:
         """How many tokens a draft may have; none for a sequence of which the head lacks something."""
         if seq.num_draft_cached < len(seq.tokens) - 1:
             return 0
+        if self._head.head.has_anchor_inputs and self._last.get(seq, (-1,))[0] != len(seq.tokens) - 2:
+            return 0  # its KV came from elsewhere
         most: int = self._head.head.num_proposed
         return min(asked, most)
 
-    def _block(self, chain: ChainDraft) -> DraftInput:
-        """The last token and masks behind it, which all see each other."""
-        head = self._head.head
-        tokens = [chain.seq.tokens[-1], *[head.mask_token_id] * (chain.most - head.samples_anchor)]
-        is_block, start = not head.is_causal, len(chain.seq.tokens) - 1
-        return DraftInput(chain.seq, start, tokens, num_logits=chain.most, is_block=is_block, is_scratch=True)
+    def _blocks(self, chains: list[ChainDraft]) -> list[DraftInput]:
+        """Of each the last token and masks behind it, which all see each other."""
+        head, lasts = self._head.head, [chain.seq.tokens[-1] for chain in chains]
+        if head.has_anchor_inputs:
+            states = torch.stack([self._last[chain.seq][1] for chain in chains])
+            features = self._head.anchor_inputs(np.array(lasts), states)
+        found = []
+        for i, (chain, last) in enumerate(zip(chains, lasts, strict=True)):
+            tokens = [last, *[head.mask_token_id] * (chain.most - head.samples_anchor)]
+            own = features[i, : len(tokens)] if head.has_anchor_inputs else None
+            start = len(chain.seq.tokens) - 1
+            found.append(DraftInput(chain.seq, start, tokens, None, chain.most, own, not head.is_causal, True))
+        return found
 
     def _logits(self, logits: Tensor, before: list[int]) -> Tensor:
         """With what the token before each adds."""

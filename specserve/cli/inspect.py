@@ -208,6 +208,7 @@ def _kind(head: Head) -> str:
         return f"Medusa, {spec.num_heads} heads with {spec.num_layers} layers each"
     if isinstance(spec, BlockSpec):
         extras = [f"bigram bias of rank {spec.bigram_rank}"] if spec.bigram_rank else []
+        extras += ["anchor inputs"] if spec.has_anchor_inputs else []
         extras += ["confidence"] if spec.has_confidence else []
         return f"block, {spec.num_proposed} tokens a pass" + "".join(f", {extra}" for extra in extras)
     return "EAGLE-3" if spec.version == 3 else "EAGLE-1 or 2"

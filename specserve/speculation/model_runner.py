@@ -98,18 +98,18 @@ class ModelRunner:
             state.draft_cached = start
         return start <= state.draft_cached
 
-    def write(self, inputs: Many[HiddenInput]) -> None:
+    def write(self, inputs: Many[HiddenInput]) -> Tensor:
         assert self._runner is not None, "a drafter's model runs once the engine has its cache"
         rows = [DraftInput(each.seq, each.start, [0] * len(each.hidden[0]), num_logits=0) for each in inputs]
         packed = self._packed(rows)
         parts = zip(*(each.hidden for each in inputs), strict=True)
         hidden = [some[0] if len(some) == 1 else torch.cat(some) for some in parts]
-        self._model.write(
-            hidden, packed.positions, self._runner.kv, self._ops.plan(packed.rows, self._block_size), self.most_rows
-        )
+        plan = self._ops.plan(packed.rows, self._block_size)
+        states: Tensor = self._model.write(hidden, packed.positions, self._runner.kv, plan, self.most_rows)
         for each in rows:
             seq = each.seq._seq
             seq.draft_cached = max(seq.draft_cached, each.start + len(each.tokens))
+        return states
 
     def _placed(self, each: DraftInput) -> list[int] | None:
         """Its parents, None for a chain. Raises ValueError where it has no place behind what is there."""

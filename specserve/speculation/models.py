@@ -68,8 +68,9 @@ class DraftRunner(Protocol):
     def catch_up(self, seqs: Many[SequenceView]) -> None:
         """Compute what tokens that the target has computed still lack of the model's KV, chunk by chunk."""
 
-    def write(self, inputs: Many[HiddenInput]) -> None:
-        """Let the model's `write` fill its KV from what the target has computed."""
+    def write(self, inputs: Many[HiddenInput]) -> Tensor:
+        """Let the model's `write` fill its KV from what the target has computed. Returns what that returns, input after
+        input."""
 
     def skip_missing_kv(self, seq: SequenceView, start: int) -> bool:
         """Whether the model can go on at `start`: all that stands before has KV, or at most MOST_MISSING tokens hold

@@ -130,6 +130,9 @@ def block(
     states = norm(torch.cat(hidden, -1) @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     tokens = torch.tensor([last] + [head.mask_token_id] * (count - 1))
     residual = weights.get("embed_tokens.weight", embedding)[tokens]
+    if head.has_anchor_inputs:
+        x = torch.cat((states[-1], norm(residual[0], weights["anchor_norm.weight"], eps)))
+        residual = residual + (weights["anchor_inputs.weight"] @ x).view(head.block_size, -1)[:count]
     start = len(states)
     sees = torch.ones(count, start + count, dtype=torch.bool)
     if head.is_causal:

@@ -43,9 +43,15 @@ class BlockHead(TrainedHead):
             self.bigram_in = nn.Embedding(spec.target.vocab_size, spec.bigram_rank)
             self.bigram_out = nn.Linear(spec.bigram_rank, own.vocab_size, bias=False)
             nn.init.zeros_(self.bigram_out.weight)
+        if spec.has_anchor_inputs:
+            self.anchor_norm = RMSNorm(own.hidden_size, own.final_norm.eps)
+            self.anchor_inputs = nn.Linear(2 * own.hidden_size, rows * own.hidden_size, bias=False)
 
     def tables(self) -> set[str]:
         return {"bigram_in.weight", "bigram_out.weight"}
+
+    def stacked(self) -> dict[str, int]:
+        return {"anchor_inputs.weight": self.spec.block_size}
 
     def shown(self, batch: Batch) -> Iterator[tuple[Judged, Tensor]]:
         """Row i of the block that begins at token a guesses token a + i + 1."""
@@ -67,8 +73,13 @@ class BlockHead(TrainedHead):
         positions = (starts[:, :, None] + offsets).flatten(1)  # [batch, drafts * rows]
         ids = torch.full((num_answers, drafts, rows), self.spec.mask_token_id, device=device)
         ids[:, :, 0] = batch.tokens.gather(1, starts)
-        x = self.embed(ids.flatten(1))
+        entered = self.embed(ids)
         context = self.hidden_norm(self.fc(batch.hidden))
+        if self.spec.has_anchor_inputs:
+            before = (starts - 1).clamp_min(0)[:, :, None].expand(-1, -1, context.shape[-1])
+            told = torch.cat([context.gather(1, before), self.anchor_norm(entered[:, :, 0])], -1)
+            entered = entered + self.anchor_inputs(told).view_as(entered)
+        x = entered.flatten(1, 2)
         places = torch.arange(length, device=device)
         mask = self.mask(starts, length)
         for layer in cast(list[DecoderLayer], self.layers):

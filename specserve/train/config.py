@@ -68,6 +68,9 @@ class TrainingOptions:
     qk_norm: Annotated[bool, Help("Norm queries and keys.", "Head")] = True
     causal: Annotated[bool, Help("block: rows see only those before them.", "Head")] = False
     bigram_rank: Annotated[int, Help("block: rank of the bias on the token before; 0 is none.", "Head")] = 128
+    anchor_inputs: Annotated[
+        bool, Help("block: rows are told what the target knows, by products of their own; for specserve alone.", "Head")
+    ] = True
     anchors: Annotated[int, Help("Drafts that each answer of a step trains, from tokens drawn from it.")] = 32
     cache_hidden: Annotated[
         bool,

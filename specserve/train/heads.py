@@ -68,6 +68,10 @@ class TrainedHead(nn.Module, ABC):
         """Names of matrices that are tables, not products: AdamW is for these."""
         return set()
 
+    def stacked(self) -> dict[str, int]:
+        """Names of matrices that are several products of one input, one below the other, and how many."""
+        return {}
+
     def unshared(self) -> tuple[HeadSpec, dict[str, Tensor]]:
         """The spec and the tensors without the LM head, where that is the target's and did not learn."""
         tensors = self.state_dict()

@@ -68,8 +68,8 @@ class InitialHead:
             raise ConfigError(
                 f"--init-from: {self.folder} is not the head that the options ask for: {shown}{more}. Give the options "
                 "of its training (RECIPE.md has them where specserve train made it): --layers, --depth, "
-                "--hidden-layers, --draft-vocab-size, --qk-norm, --causal, --bigram-rank. What no option changes "
-                "cannot be trained."
+                "--hidden-layers, --draft-vocab-size, --qk-norm, --causal, --bigram-rank, --anchor-inputs. What no "
+                "option changes cannot be trained."
             )
 
     def load(self, head: TrainedHead) -> None:

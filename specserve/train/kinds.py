@@ -51,6 +51,7 @@ def head_spec(kind: str, target: DecoderSpec, num_ids: int, mask_token_id: int, 
         has_head=True,
         is_causal=options.causal,
         bigram_rank=options.bigram_rank,
+        has_anchor_inputs=options.anchor_inputs,
     )
 
 

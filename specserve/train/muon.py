@@ -22,8 +22,9 @@ class Muon(torch.optim.Optimizer):
     AdamW's learning rates fit (arXiv 2502.16982). torch's own computes in bfloat16, which most CPUs have no products
     for."""
 
-    def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
-        super().__init__(list(parameters), {"lr": lr})
+    def __init__(self, products: Iterable[tuple[Tensor, int]], lr: float) -> None:
+        """Each with how many products it has one below the other, each of which is orthogonal for itself."""
+        super().__init__([{"params": [each], "parts": parts} for each, parts in products], {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # which nobody gives
@@ -35,21 +36,23 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum"] = torch.zeros_like(parameter)
                 momentum = state["momentum"].lerp_(parameter.grad, 1 - _MOMENTUM)
-                update = orthogonal(parameter.grad.lerp(momentum, _MOMENTUM))
-                parameter.add_(update, alpha=-group["lr"] * _RMS * math.sqrt(max(parameter.shape)))
+                of_parts = parameter.grad.lerp(momentum, _MOMENTUM).view(group["parts"], -1, parameter.shape[1])
+                update = orthogonal(of_parts).view_as(parameter)
+                parameter.add_(update, alpha=-group["lr"] * _RMS * math.sqrt(max(of_parts.shape[1:])))
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """About U V^T of matrix = U S V^T, by Newton and Schulz's iteration; singular values come out around 1."""
+def orthogonal(matrices: Tensor) -> Tensor:
+    """About U V^T of each matrix U S V^T, [.., rows, columns], by Newton and Schulz's iteration; singular values come
+    out around 1."""
     a, b, c = _COEFFICIENTS
-    x: Tensor = matrix.bfloat16() if matrix.is_cuda else matrix
-    tall = x.shape[0] > x.shape[1]
-    x = x.T if tall else x
-    x = x / (x.norm() + 1e-7)
+    x: Tensor = matrices.bfloat16() if matrices.is_cuda else matrices
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(_ITERATIONS):
-        gram = x @ x.T
+        gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.T if tall else x).to(matrix.dtype)
+    return (x.mT if tall else x).to(matrices.dtype)
 
 
 class Optimiser:
@@ -57,14 +60,15 @@ class Optimiser:
 
     def __init__(self, head: TrainedHead, clip: float) -> None:
         learning = {name: each for name, each in head.named_parameters() if each.requires_grad}
-        tables = head.tables()
-        products = [each for name, each in learning.items() if each.dim() == 2 and name not in tables]
+        tables, stacked = head.tables(), head.stacked()
+        found = [name for name, each in learning.items() if each.dim() == 2 and name not in tables]
+        products = [learning[name] for name in found]
         rest = [each for name, each in learning.items() if each.dim() != 2 or name in tables]
         self._clip = clip
         self._parameters = [*products, *rest]
         self._parts: list[torch.optim.Optimizer] = []
         if products:
-            self._parts.append(Muon(products, lr=0.0))
+            self._parts.append(Muon([(learning[name], stacked.get(name, 1)) for name in found], lr=0.0))
         if rest:
             self._parts.append(torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0))
 

@@ -87,7 +87,7 @@ def heads(tiny: Path, target: Decoder, expected: Any, tmp_path_factory: pytest.T
     trained = {
         "eagle3": trained_eagle(target, texts, 3, steps=40),
         "eagle1": trained_eagle(target, texts, 1, steps=40),
-        "block": trained_block(target, texts, 120, bigram_rank=8),
+        "block": trained_block(target, texts, 120, bigram_rank=8, has_anchor_inputs=True),
         "block-own-places": trained_block(target, texts, 120, samples_anchor=False, is_causal=True),
         "medusa": trained_medusa(target, texts, 40),
     }

@@ -759,7 +759,7 @@ SPECS: list[HeadSpec] = [
         confidence_reads_bigram=True,
     ),
     block_spec(decoder(), bigram_rank=RANK, has_confidence=True),
-    block_spec(decoder(vocab_size=DRAFT), shares_head=True),
+    block_spec(decoder(vocab_size=DRAFT), shares_head=True, has_anchor_inputs=True),
     eagle_spec(3, decoder(vocab_size=DRAFT), hidden_layers=(1, 2, 5), shares_head=True),
     MedusaSpec(target=TARGET, num_heads=3, num_layers=2, draft_vocab_size=VOCAB),
     MedusaSpec(target=TARGET, num_heads=2, draft_vocab_size=DRAFT),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -67,10 +67,11 @@ class Chain:
         kv = [torch.zeros((2, 8 * BLOCK, *shape)) for shape in spec.kv_shapes]
         self._runner, self._multiple = Runner(head, ops, kv, BLOCK, rows, rows), ops.row_multiple
 
-    def write(self, start: int, hidden: list[Tensor]) -> None:
-        runner = self._runner
+    def write(self, start: int, hidden: list[Tensor]) -> Tensor:
+        runner, model = self._runner, cast(BlockHead, self._runner.model)
         packed = pack([SequenceRows([0] * len(hidden[0]), start, range(1, 8))], self._multiple)
-        runner.model.write(hidden, packed.positions, runner.kv, runner.ops.plan(packed.rows, BLOCK), runner.max_rows)
+        plan = runner.ops.plan(packed.rows, BLOCK)
+        return model.write(hidden, packed.positions, runner.kv, plan, runner.max_rows)
 
     def run(self, start: int, tokens: Tensor, features: Tensor | None, is_block: bool = False) -> Output:
         rows = SequenceRows(tokens.tolist(), start, range(1, 8), num_logits=len(tokens), is_block=is_block)
@@ -139,8 +140,10 @@ def test_eagle_logits_are_the_reference_s(target: Decoder, ops: Ops, name: str) 
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_block_logits_are_the_reference_s(target: Decoder, ops: Ops, num_layers: int, is_causal: bool) -> None:
+@pytest.mark.parametrize(("num_layers", "has_anchor_inputs"), [(1, False), (2, False), (2, True)])
+def test_block_logits_are_the_reference_s(
+    target: Decoder, ops: Ops, num_layers: int, is_causal: bool, has_anchor_inputs: bool
+) -> None:
     head = BlockSpec(
         target=target_shape(target),
         layers=small_layers(target, 40, num_layers, qk_norm=num_layers == 2),
@@ -151,6 +154,7 @@ def test_block_logits_are_the_reference_s(target: Decoder, ops: Ops, num_layers:
         has_head=True,
         is_causal=is_causal,
         bigram_rank=8,
+        has_anchor_inputs=has_anchor_inputs,
     )
     weights, generator = random_weights(head.shapes()), torch.Generator().manual_seed(1)
     hidden = [torch.randn(LENGTH, 64, generator=generator) for _ in head.hidden_layers]
@@ -159,8 +163,12 @@ def test_block_logits_are_the_reference_s(target: Decoder, ops: Ops, num_layers:
     model = BlockHead(head, weights, torch.arange(40), ops, target)
     chain = Chain(model, ops)
     for start, stop in ((0, 9), (9, LENGTH)):
-        chain.write(start, [x[start:stop] for x in hidden])
-    found = chain.run(LENGTH, torch.tensor([5] + [17] * 5), None, is_block=not is_causal)
+        states = chain.write(start, [x[start:stop] for x in hidden])
+    features = None
+    if has_anchor_inputs:
+        last = torch.stack([states[0], states[-1]])
+        features = model.anchor_inputs(np.array([3, 5]), last)[1]
+    found = chain.run(LENGTH, torch.tensor([5] + [17] * 5), features, is_block=not is_causal)
     torch.testing.assert_close(found.logits[:6], wanted, rtol=0, atol=1e-4)
     torch.testing.assert_close(found.hidden[:6], out, rtol=0, atol=1e-4)
     bias = model.bias(torch.tensor([3, 5] + [0] * (-2 % ops.row_multiple)))

@@ -19,6 +19,7 @@ from specserve.models.heads.layers import write_layers
 from specserve.models.loader import load_model
 from specserve.models.spec import RmsNorm, Rope
 from specserve.testing import Feed, PagedDecoder, llama_spec
+from specserve.testing.heads import block
 from specserve.train.acceptance import measure
 from specserve.train.adjacency import begin_bigram
 from specserve.train.batches import Answer, Batch, draw_starts, make_batch
@@ -265,6 +266,12 @@ def test_a_block_is_what_it_would_be_alone(make: Any, target: Target, causal: bo
             starts=batch.starts[answer : answer + 1, draft : draft + 1],
         )
         torch.testing.assert_close(head(cut)[0, 0], together[answer, draft], atol=1e-5, rtol=1e-4)
+        # And as drafters run it.
+        hidden = list(batch.hidden[answer, :start].unflatten(1, (len(head.hidden_layers), -1)).unbind(1))
+        tables = head.get_buffer("embedding"), head.lm_head.weight
+        last = int(batch.tokens[answer, start])
+        _, served = block(head.spec, head.state_dict(), *tables, hidden, last, head.spec.block_size)
+        torch.testing.assert_close(together[answer, draft], served, atol=1e-5, rtol=1e-4)
     # What stands at row 1 reaches row 0 unless rows see only those before them.
     head.get_buffer("embedding")[head.spec.mask_token_id] += 1
     real = (batch.starts >= 0) & (batch.tokens.gather(1, batch.starts.clamp_min(0)) != head.spec.mask_token_id)
@@ -354,7 +361,7 @@ def test_the_loss_is_what_is_rejected_and_cross_entropy() -> None:
 
 
 def test_orthogonal_updates_and_the_learning_rate() -> None:
-    for shape in ((8, 20), (20, 8)):
+    for shape in ((8, 20), (20, 8), (3, 20, 8)):
         sizes = torch.linalg.svdvals(orthogonal(torch.randn(shape, generator=generator())))
         assert sizes.min() > 0.4
         assert sizes.max() < 1.4

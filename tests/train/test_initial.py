@@ -76,6 +76,7 @@ def test_options_that_ask_for_another_head(run: Any, options: Make, tmp_path: Pa
         ({"qk_norm": False}, "layers.layers.0.attention.head_norm is 'RmsNorm', not None"),
         ({"depth": 4}, "block_size is 3, not 4"),
         ({"hidden_layers": (0,)}, "hidden_layers is (0, 1), not (0,)"),
+        ({"anchor_inputs": False}, "has_anchor_inputs is True, not False"),
         ({"bigram_rank": 0, "causal": True}, "is_causal is False, not True; bigram_rank is 8, not 0"),
     ]
     for own, message in cases:

@@ -24,11 +24,11 @@ from specserve.ops.capture import Captured
 
 class BlockHead:
     """A head for `target`, with the tensors of spec.shapes(). What the target has computed is written to its KV by
-    `write`; a pass of `forward` is over the last token and masks behind it. `ids` are those that its logits are of,
-    int64 [draft vocabulary], ascending; None: all of the target's."""
+    `write`; a pass of `forward` is over the last token and masks behind it, with what `anchor_inputs` says of them as
+    features where the head has these. `ids` are those that its logits are of, int64 [draft vocabulary], ascending;
+    None: all of the target's."""
 
     num_adapter_slots = 0  # it takes none
-    features_width = 0
 
     def __init__(
         self, head: BlockSpec, weights: Mapping[str, Tensor], d2t: Tensor | None, ops: Ops, target: AnyModel
@@ -48,7 +48,12 @@ class BlockHead:
         self._lm_head = ops.pack_head(read.named("lm_head")[0]) if head.has_head else None
         if head.has_mask_embedding and not head.has_embedding:
             raise ModelError("This head has a mask_embedding and no embed_tokens, which is not supported.")
-        self._written: Captured[None] | None = None
+        self._written: Captured[Tensor] | None = None
+        self.features_width = 0
+        if head.has_anchor_inputs:
+            self.features_width = width = self.spec.hidden_size
+            self._anchor_norm, self._anchor_inputs = read.norm("anchor_norm", norm), read.linear("anchor_inputs")
+            self._features = Captured(ops, self._make_features, [Input(torch.int64), Input(torch.float32, width)])
         self._bigram = None
         if head.bigram_rank:
             table = ops.pack_table(read.named("bigram_in")[0])
@@ -56,23 +61,39 @@ class BlockHead:
 
     def write(
         self, hidden: list[Tensor], positions: NDArray[np.int64], kv: list[Tensor], plan: Any, most_rows: int
-    ) -> None:
+    ) -> Tensor:
         """Keys and values of rows that the target has computed, from the outputs of the layers that the head reads,
         float32 [rows, target's hidden] each, at `positions` [rows padded to ops.row_multiple]. They are never more than
-        `most_rows`, and `kv` is always the same."""
+        `most_rows`, and `kv` is always the same. Returns what the head makes of the outputs, float32 [rows, hidden],
+        for `anchor_inputs`; valid until the next call."""
         if self._written is None:
             width, parts = hidden[0].shape[1], len(hidden)
             inputs = [Input(torch.int64), *[Input(torch.float32, width)] * parts]
             self._written = Captured(self.ops, partial(self._write, kv), inputs, most_rows, plan=plan)
-        self._written((positions, *hidden), len(positions), plan)
+        return self._written((positions, *hidden), len(positions), plan)[: len(hidden[0])]
 
-    def _write(self, kv: list[Tensor], plan: Any, positions: Tensor, *hidden: Tensor) -> None:
+    def _write(self, kv: list[Tensor], plan: Any, positions: Tensor, *hidden: Tensor) -> Tensor:
         ops, eps = self.ops, self.spec.final_norm.eps
-        states = self._fc.linear(ops, ops.joined_norms([(part, None) for part in hidden], eps)).float()
+        made = self._fc.linear(ops, ops.joined_norms([(part, None) for part in hidden], eps)).float()
+        states = ops.tap(0, made, None, None, eps)  # which no other product overwrites
         x = ops.joined_norms([(states, self._hidden_norm)], eps)
         each = zip(self._stack.layers, self._stack.rotations(positions), self._context_kv, kv, strict=True)
         for layer, rotation, product, layer_kv in each:
             ops.rope_and_cache(product.linear(ops, x), layer.attention.head_norms, rotation, layer_kv, plan)
+        return states
+
+    @torch.inference_mode()
+    def anchor_inputs(self, tokens: NDArray[np.int64], states: Tensor) -> Tensor:
+        """The features of whole blocks, float32 [blocks, block_size, hidden]: `tokens` int64 [blocks] are their first
+        ones, and `states` float32 [blocks, hidden] what `write` returned for those before. Valid until the next
+        call."""
+        found = self._features((tokens, states), len(tokens))[: len(tokens)]
+        return found.view(len(tokens), self.head.block_size, -1)
+
+    def _make_features(self, plan: None, tokens: Tensor, states: Tensor) -> Tensor:
+        parts = [(states, self._hidden_norm), (self._embedded(tokens), self._anchor_norm)]
+        x = self.ops.joined_norms(parts, self.spec.final_norm.eps)
+        return self._anchor_inputs.linear(self.ops, x).float()
 
     def forward(
         self,
@@ -86,8 +107,10 @@ class BlockHead:
         slots: RowSlots | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """As Decoder.forward."""
-        ops = self.ops
-        residual, _ = self._stack.run(ops, self._embedded(token_ids), positions, rows, kv, plan)
+        ops, entered = self.ops, self._embedded(token_ids)
+        if features is not None:
+            ops.add(entered, features)
+        residual, _ = self._stack.run(ops, entered, positions, rows, kv, plan)
         hidden = ops.norm(residual, self._norm, self.spec.final_norm.eps)
         if self._lm_head is None:
             logits = self._target.lm_head(hidden)

@@ -93,6 +93,7 @@ def read_block(
         is_causal=_is_causal(settings),
         samples_anchor=bool(required(settings, "sample_from_anchor")),
         bigram_rank=max(rank, settings.get("markov_rank") or 0),
+        has_anchor_inputs="anchor_inputs.weight" in names,
         has_confidence=confidence > 0 or bool(settings.get("enable_confidence_head")),
         confidence_reads_bigram=confidence > layers.hidden_size,
     )

@@ -123,9 +123,12 @@ class BlockSpec:
     `hidden_norm`(fc([outputs of hidden_layers])) is what k_proj and v_proj of every layer read for tokens that the
     target has computed; queries come from the block's own rows alone. Row i proposes the token behind i. Without
     `samples_anchor`, as DFlash was published, a mask proposes the token in its own place, and row 0 none. With
-    `bigram_rank`, a row's logits get `bigram_out`(`bigram_in`[token]) for the token before the one it proposes, and
-    with `has_confidence` a row's own chance of being accepted is sigmoid(confidence(hidden)), where
-    `confidence_reads_bigram` that of [hidden, `bigram_in`[token]]; no draft asks it.
+    `bigram_rank`, a row's logits get `bigram_out`(`bigram_in`[token]) for the token before the one it proposes. With
+    `has_anchor_inputs`, which no published head has, part i of `anchor_inputs`(x) is added to the embedding of row i,
+    where x is [`hidden_norm`'s output for the token before the last committed one, `anchor_norm`(embedding of the last
+    committed one)]: rows need not find by attention what the target knows of the next token. With `has_confidence` a
+    row's own chance of being accepted is sigmoid(confidence(hidden)), where `confidence_reads_bigram` that of [hidden,
+    `bigram_in`[token]]; no draft asks it.
     """
 
     kind: ClassVar[str] = "block"
@@ -141,6 +144,7 @@ class BlockSpec:
     is_causal: bool = False  # rows see only those before them
     samples_anchor: bool = True
     bigram_rank: int = 0
+    has_anchor_inputs: bool = False
     has_confidence: bool = False
     confidence_reads_bigram: bool = False
 
@@ -172,6 +176,9 @@ class BlockSpec:
         if self.bigram_rank:
             shapes["bigram_in.weight"] = (self.target.vocab_size, self.bigram_rank)
             shapes["bigram_out.weight"] = (own.vocab_size, self.bigram_rank)
+        if self.has_anchor_inputs:
+            shapes["anchor_norm.weight"] = (hidden,)
+            shapes["anchor_inputs.weight"] = (self.block_size * hidden, 2 * hidden)
         if self.has_confidence:
             shapes["confidence.weight"] = (1, hidden + (self.bigram_rank if self.confidence_reads_bigram else 0))
             shapes["confidence.bias"] = (1,)

@@ -7,9 +7,10 @@ layer i - 1. `speculators_config.verifier.name_or_path` names the target.
 
 What is written beside the published keys, for heads that the format has no words for: `num_target_layers`, `is_causal`
 of a block head, the verifier's `fingerprint`, and `shares_lm_head` of heads whose LM head is the verifier's at their
-draft ids; the tensors `mask_embedding`, `fc.bias` of EAGLE-3, and `transformer.input_layernorm` or
-`pre_lm_head_layernorm` of EAGLE-1, each of which says by being there that the head has it; further layers of EAGLE-1 as
-`layers.1.` and so on. Medusa heads are written as vLLM names them, with `lm_heads` of their own.
+draft ids; the tensors `mask_embedding`, `anchor_inputs` and `anchor_norm` of a block head, `fc.bias` of EAGLE-3, and
+`transformer.input_layernorm` or `pre_lm_head_layernorm` of EAGLE-1, each of which says by being there that the head has
+it; further layers of EAGLE-1 as `layers.1.` and so on. Medusa heads are written as vLLM names them, with `lm_heads` of
+their own.
 """
 
 from __future__ import annotations
