@@ -69,7 +69,7 @@ class TrainingOptions:
     causal: Annotated[bool, Help("block: rows see only those before them.", "Head")] = False
     bigram_rank: Annotated[int, Help("block: rank of the bias on the token before; 0 is none.", "Head")] = 128
     anchor_inputs: Annotated[
-        bool, Help("block: rows are told what the target knows, by products of their own; for specserve alone.", "Head")
+        bool, Help("block: each row reads the target's newest hidden state directly; for specserve alone.", "Head")
     ] = True
     anchors: Annotated[int, Help("Drafts that each answer of a step trains, from tokens drawn from it.")] = 32
     cache_hidden: Annotated[

@@ -69,7 +69,7 @@ class TrainedHead(nn.Module, ABC):
         return set()
 
     def stacked(self) -> dict[str, int]:
-        """Names of matrices that are several products of one input, one below the other, and how many."""
+        """Names of matrices that have several products stacked along their outputs, and how many."""
         return {}
 
     def unshared(self) -> tuple[HeadSpec, dict[str, Tensor]]:

@@ -23,7 +23,7 @@ class Muon(torch.optim.Optimizer):
     for."""
 
     def __init__(self, products: Iterable[tuple[Tensor, int]], lr: float) -> None:
-        """Each with how many products it has one below the other, each of which is orthogonal for itself."""
+        """Each parameter with the number of products stacked in it, whose updates are made orthogonal one by one."""
         super().__init__([{"params": [each], "parts": parts} for each, parts in products], {"lr": lr})
 
     @torch.no_grad()
@@ -61,14 +61,13 @@ class Optimiser:
     def __init__(self, head: TrainedHead, clip: float) -> None:
         learning = {name: each for name, each in head.named_parameters() if each.requires_grad}
         tables, stacked = head.tables(), head.stacked()
-        found = [name for name, each in learning.items() if each.dim() == 2 and name not in tables]
-        products = [learning[name] for name in found]
-        rest = [each for name, each in learning.items() if each.dim() != 2 or name in tables]
+        products = {name: each for name, each in learning.items() if each.dim() == 2 and name not in tables}
+        rest = [each for name, each in learning.items() if name not in products]
         self._clip = clip
-        self._parameters = [*products, *rest]
+        self._parameters = [*products.values(), *rest]
         self._parts: list[torch.optim.Optimizer] = []
         if products:
-            self._parts.append(Muon([(learning[name], stacked.get(name, 1)) for name in found], lr=0.0))
+            self._parts.append(Muon([(each, stacked.get(name, 1)) for name, each in products.items()], lr=0.0))
         if rest:
             self._parts.append(torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0))
 

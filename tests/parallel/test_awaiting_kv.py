@@ -60,7 +60,7 @@ def heads(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     trained = {
         "eagle": trained_eagle(target, texts, 3, 40),
         "other": trained_eagle(target, texts, 3, 5),
-        "block": trained_block(target, texts, 60),
+        "block": trained_block(target, texts, 60, has_anchor_inputs=True),
         "medusa": trained_medusa(target, texts, 40),
     }
     found = {}

@@ -75,7 +75,7 @@ def heads(tiny: Path, folder: Path, expected: Tokens) -> dict[str, Path]:
     for name, (spec, weights, d2t) in {
         "eagle": trained_eagle(target, texts, 3, steps=30),
         "eagle-1": trained_eagle(target, texts, 1, steps=30),  # shares the target's LM head
-        "block": trained_block(target, texts, 60),
+        "block": trained_block(target, texts, 60, has_anchor_inputs=True),
         "medusa": trained_medusa(target, texts, 30),
     }.items():
         found[name] = folder / name

@@ -360,9 +360,21 @@ def test_the_loss_is_what_is_rejected_and_cross_entropy() -> None:
     assert loss_of(guesses_of([], [], 4), 0.1)[0].item() == 0.0
 
 
-def test_orthogonal_updates_and_the_learning_rate() -> None:
+def test_orthogonal_updates_and_the_learning_rate(make: Any) -> None:
     for shape in ((8, 20), (20, 8), (3, 20, 8)):
         sizes = torch.linalg.svdvals(orthogonal(torch.randn(shape, generator=generator())))
+        assert sizes.min() > 0.4
+        assert sizes.max() < 1.4
+    head = make("block")
+    assert isinstance(head, BlockHead)
+    before = head.anchor_inputs.weight.detach().clone()
+    for each in head.parameters():
+        each.grad = torch.randn(each.shape, generator=generator())
+    Optimiser(head, 1.0).step(0.5)
+    for update in (head.anchor_inputs.weight.detach() - before).chunk(
+        head.spec.block_size
+    ):  # a product of each row's own
+        sizes = torch.linalg.svdvals(update) / (0.5 * 0.2 * max(update.shape) ** 0.5)
         assert sizes.min() > 0.4
         assert sizes.max() < 1.4
     for decay in ("cosine", "linear"):
