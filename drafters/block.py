@@ -51,9 +51,9 @@ class BlockDrafter:
         self._runner, self._ops = context.runner(self._head), context.ops
         self._waiting: dict[SequenceView, HiddenInput] = {}  # what the head is yet to be told
         self._most_waiting = min(MOST_MISSING, self._runner.most_rows // 2)  # tokens of a sequence
-        # What the head makes of the target's states, float32 [hidden], of the last token that was written, and where
-        # that stands.
-        self._last: dict[SequenceView, tuple[int, Tensor]] = {}
+        # What the head makes of the target's states, float32 [hidden], of the last token that was written. Where the
+        # KV is whole that is the one before the newest: the target computes at least that here, whatever it found.
+        self._last: dict[SequenceView, Tensor] = {}
         self._draws = self._head.draws(self._sampler.hashed(self._head.spec.vocab_size, self._head.ids))
 
     @staticmethod
@@ -111,10 +111,8 @@ class BlockDrafter:
     def _write_together(self, some: list[HiddenInput]) -> None:
         states = self._runner.write(some)
         if self._head.head.has_anchor_inputs:
-            stops = [each.start + len(each.hidden[0]) for each in some]
             rows = [stop - 1 for stop in itertools.accumulate(len(each.hidden[0]) for each in some)]
-            for each, stop, state in zip(some, stops, states[rows].unbind(), strict=True):  # a copy
-                self._last[each.seq] = stop - 1, state
+            self._last.update(zip((each.seq for each in some), states[rows].unbind(), strict=True))  # a copy
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         self._write(seq for seq, most in requests if most)
@@ -158,8 +156,6 @@ class BlockDrafter:
         """How many tokens a draft may have; none for a sequence of which the head lacks something."""
         if seq.num_draft_cached < len(seq.tokens) - 1:
             return 0
-        if self._head.head.has_anchor_inputs and self._last.get(seq, (-1,))[0] != len(seq.tokens) - 2:
-            return 0  # its KV came from elsewhere
         most: int = self._head.head.num_proposed
         return min(asked, most)
 
@@ -167,7 +163,7 @@ class BlockDrafter:
         """Of each the last token and masks behind it, which all see each other."""
         head, lasts = self._head.head, [chain.seq.tokens[-1] for chain in chains]
         if head.has_anchor_inputs:
-            states = torch.stack([self._last[chain.seq][1] for chain in chains])
+            states = torch.stack([self._last[chain.seq] for chain in chains])
             features = self._head.anchor_inputs(np.array(lasts), states)
         found = []
         for i, (chain, last) in enumerate(zip(chains, lasts, strict=True)):
