@@ -1,8 +1,12 @@
-"""OpenVINO GenAI's continuous batching pipeline on a GGUF file; its speculation is prompt lookup."""
+"""OpenVINO GenAI's continuous batching pipeline on a GGUF file. Its speculation is prompt lookup or, with
+`--set openvino.head=FOLDER`, an EAGLE-3 head of specserve's format.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +15,7 @@ import openvino_genai as genai
 from wire import Answer, Setup, chosen, serve
 
 LOOKUP = {"num_assistant_tokens": "5", "max_ngram_size": "3"}
+EAGLE = {"num_assistant_tokens": "2"}
 KV_CACHE_GB = 1
 
 
@@ -31,22 +36,29 @@ class FirstToken(genai.StreamerBase):  # type: ignore[misc]  # its types are in 
 class OpenVino:
     def __init__(self, setup: Setup) -> None:
         assert setup.gguf is not None, "the comparison gives every peer that reads GGUF its file"
-        options = chosen(LOOKUP, setup.options) if setup.speculation else {}
-        self._speculation = {name: int(value) for name, value in options.items()}
+        options = dict(setup.options)
+        head = options.pop("head", None) if setup.speculation else None
+        known = chosen(EAGLE if head else LOOKUP, options) if setup.speculation else {}
+        self._speculation = {name: int(value) for name, value in known.items()}
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = KV_CACHE_GB
         scheduler.max_num_seqs = setup.streams
         scheduler.enable_prefix_caching = False
         properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": setup.threads}
-        if setup.speculation:
-            properties["prompt_lookup"] = True
-        self._pipeline = genai.ContinuousBatchingPipeline(setup.gguf, scheduler, "CPU", properties)
         self.about: dict[str, Any] = {
             "openvino_genai": genai.__version__,
             "openvino": openvino.__version__,
             **properties,
             **self._speculation,
         }
+        model = setup.gguf
+        if head:
+            model, draft = pair(setup, Path(head))
+            properties["draft_model"] = genai.draft_model(draft, "CPU", INFERENCE_NUM_THREADS=setup.threads)
+            self.about["head"] = Path(head).name
+        elif setup.speculation:
+            properties["prompt_lookup"] = self.about["prompt_lookup"] = True
+        self._pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
 
     def generate(self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool) -> Answer:
         config = genai.GenerationConfig(max_new_tokens=max_tokens, ignore_eos=ignore_eos, do_sample=False)
@@ -62,6 +74,17 @@ class OpenVino:
 
     def reset(self) -> None:
         """The prefix cache is off and n-grams are looked up in each sequence alone."""
+
+
+def pair(setup: Setup, head: Path) -> tuple[str, str]:
+    """The folders of target and draft, made on first use."""
+    from openvino_eagle import make_draft, make_target  # torch and the exporter, which nothing else here needs
+
+    assert setup.gguf is not None, "the comparison gives every peer that reads GGUF its file"
+    folder, gguf = Path(setup.home) / "openvino" / "eagle", Path(setup.gguf)
+    digest = hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest()
+    draft = make_draft(head, Path(setup.model), folder / f"{head.name}.{digest[:12]}")
+    return str(make_target(gguf, folder / gguf.stem.replace(".", "-"))), str(draft)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class InProcess:
     """The SDK."""
 
     def __init__(self, setup: Setup) -> None:
-        self._drafting = Drafting(setup)
+        self._drafting = drafting = Drafting(setup)
         self._llm = LLM(
             setup.model,
             **_weights(setup.weights),
@@ -51,6 +51,9 @@ class InProcess:
             max_model_len=setup.context,
             max_num_seqs=setup.streams,
             prefix_caching=False,
+            drafter=drafting.drafter,  # named at the start: a drafter that is a model has KV to plan
+            num_speculative_tokens=drafting.num_tokens,
+            drafter_options=drafting.options,
         )
         self.about = self._drafting.about | {"dtype": self._llm.dtype, "device": self._llm.device}
         self.reset()

