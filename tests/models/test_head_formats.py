@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -815,6 +816,18 @@ def test_int8_is_refused_without_a_scale_for_each_row(tmp_path: Path) -> None:
         )
         with pytest.raises(ModelError, match=message):
             read_head(tmp_path).weights["fc.weight"]
+
+
+def test_a_head_is_for_all_who_may_read_its_folder(tmp_path: Path) -> None:
+    """A server often runs as a user of its own; the umask says who reads, not the library that writes."""
+    spec = block_spec(decoder(qk_norm=True, head_dim=4))
+    for umask, mode in ((0o022, 0o644), (0o077, 0o600)):
+        before = os.umask(umask)
+        try:
+            write_head(tmp_path / f"{mode:o}", spec, made(spec.shapes()), None, Verifier("org/target"))
+        finally:
+            os.umask(before)
+        assert {path.stat().st_mode & 0o777 for path in (tmp_path / f"{mode:o}").iterdir()} == {mode}
 
 
 def test_names_are_those_of_the_format(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from specserve.checkpoint.folder import read_json
@@ -207,7 +207,7 @@ def write_head(
     config = json.dumps(settings, indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / ".partial"
-    save_file(tensors, partial)
+    partial.write_bytes(save(tensors))  # save_file gives a file that its owner alone may read
     os.replace(partial, folder / "model.safetensors")
     partial.write_text(config, encoding="utf-8")
     os.replace(partial, folder / "config.json")
