@@ -64,7 +64,7 @@ def make_draft(head: Path, target: Path, folder: Path) -> Path:
     config = json.loads((head / "config.json").read_text("utf-8"))
     if config.get("speculators_model_type") != "eagle3":
         raise Unsupported(f"{head} is not an EAGLE-3 head")
-    if strange := [name for name in NOT_IN_LLAMA if config[name]]:
+    if strange := [name for name in NOT_IN_LLAMA if config.get(name)]:
         raise Unsupported(f"optimum-intel's EAGLE-3 layer has no {', '.join(strange)}, which {head} has")
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)

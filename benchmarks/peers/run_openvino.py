@@ -36,10 +36,11 @@ class FirstToken(genai.StreamerBase):  # type: ignore[misc]  # its types are in 
 class OpenVino:
     def __init__(self, setup: Setup) -> None:
         assert setup.gguf is not None, "the comparison gives every peer that reads GGUF its file"
-        options = dict(setup.options)
-        head = options.pop("head", None) if setup.speculation else None
-        known = chosen(EAGLE if head else LOOKUP, options) if setup.speculation else {}
-        self._speculation = {name: int(value) for name, value in known.items()}
+        options = dict(setup.options) if setup.speculation else {}
+        head = options.pop("head", None)
+        if setup.speculation:
+            options = chosen(EAGLE if head else LOOKUP, options)
+        self._speculation = {name: int(value) for name, value in options.items()}
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = KV_CACHE_GB
         scheduler.max_num_seqs = setup.streams

@@ -371,9 +371,8 @@ def test_orthogonal_updates_and_the_learning_rate(make: Any) -> None:
     for each in head.parameters():
         each.grad = torch.randn(each.shape, generator=generator())
     Optimiser(head, 1.0).step(0.5)
-    for update in (head.anchor_inputs.weight.detach() - before).chunk(
-        head.spec.block_size
-    ):  # a product of each row's own
+    updates = head.anchor_inputs.weight.detach() - before
+    for update in updates.chunk(head.spec.block_size):  # a product of each row's own
         sizes = torch.linalg.svdvals(update) / (0.5 * 0.2 * max(update.shape) ** 0.5)
         assert sizes.min() > 0.4
         assert sizes.max() < 1.4
