@@ -18,6 +18,7 @@ from specserve import LLM
 from specserve.bench.drive import NoTarget
 from specserve.checkpoint.trials import Trial, TrialFile, all_trials
 from specserve.doctor import examine
+from specserve.engine import recall
 from specserve.runtime.cost import ROWS, DecodeCost
 from specserve.runtime.pack import Step
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
@@ -352,6 +353,18 @@ def test_the_oldest_of_many_files_go(home: Path) -> None:
     assert 0 not in numbers
 
 
+def test_a_run_of_few_steps_tells_nothing(home: Path) -> None:
+    file, least = TrialFile(KEY), recall._LEAST_STEPS
+    short = Upkeep(num_failed=1, num_steps=least - 1, seconds=1.0, saved=-0.5)
+    recall._keep(file, {}, {"recycle": short})
+    assert not home.exists()
+    recall._keep(file, FOUND, {"recycle": short, "block": Upkeep(num_steps=least, seconds=1.0, saved=0.5)})
+    assert {name: each[:3] for name, each in file.read().items()} == {
+        "recycle": FOUND["recycle"][:3],
+        "block": (0, least, 0.5),
+    }
+
+
 def test_doctor_shows_what_was_found_of_its_model(home: Path, tiny: Path) -> None:
     key = {"folder": str(tiny), "kernels": "int8 float32, avx2", "drafts": "auto, 5 tokens, coupled", "version": "1"}
     TrialFile(key).write(FOUND | {"block": Trial(0, 1200, 0.02, "2026-11-28")})
@@ -369,7 +382,8 @@ def test_doctor_shows_what_was_found_of_its_model(home: Path, tiny: Path) -> Non
 
 def test_an_engine_begins_with_what_its_last_run_found(home: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same text with a drafter that rests, that is tried and that nobody remembers; a tiny model's steps are so
-    short that no drafter pays."""
+    short that no drafter pays, and where the machine stands still for a while, that is known after a few."""
+    monkeypatch.setattr(recall, "_LEAST_STEPS", 1)
     params = SamplingParams(temperature=0, max_tokens=40)
     prompts = [f"Count to {n}" for n in range(12)]
 
