@@ -5,41 +5,58 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 # What a change of each would give is in benchmarks/LOG.md (2026-11-26: what each constant of drafting is worth).
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)  # of steps that are told apart
-_FOLLOWS, _DRIFTS = 0.1, 0.03  # how far a number of rows goes to what was measured last, and all of them
-_SUDDEN = 0.1  # what goes beyond this share is the number of rows' own, not the load's
-_FADES = 0.005  # of what the measurements of a number of rows count, with each step
+_FADES = 0.002  # of what measurements count, with each step
 _START, _FEW = 0.4, 0.5  # measurements: what the start counts as, and less than which is doubted
+_MOST_OF_MACHINE = 10  # measurements that the machine's factor rests on: it changes all the time
+_ALONE = 0.1  # logarithm: a step that took more longer than expected may be a pause
+_NEAR, _FOLLOWS = 3, 0.5  # numbers of rows that follow one, and how far the next one does
 _CONTEXT, _NUM_LOADS = 512, 16  # tokens that a step reads in all; twice as many are another load
 _LISTED_EVERY = 8  # observations: until then decisions do without them
-_MOST = 3.0  # times what was expected: more counts as that
-_SHORTEST_S = 1e-9  # a step, and a token of a prompt
+_TINY = 1e-9  # seconds of a step and of a token of a prompt, and measurements
 _FIRST_CHUNK = 64  # tokens of a prompt, while nothing is known
 _KEPT = 0.9  # of a sum, when another measurement comes: about the last ten count
 _OUTLIER = 4.0  # times what was expected: more is a machine that paused
 
 
+@dataclass(slots=True)
+class _Part:
+    """What steps that have something in common take more than others: a logarithm, and how many measurements it rests
+    on, those of a while ago for less."""
+
+    log: float = 0.0
+    num: float = 0.0
+    at: int = 0  # the step after which that was so
+
+    def num_known(self, now: int) -> float:
+        return self.num * (1 - _FADES) ** (now - self.at)
+
+
 class DecodeCost:
     """Seconds of a step of decoding by its rows and by how many tokens its sequences have in all.
 
-    What one number of rows takes in proportion to another is a shape; a load, which is how many tokens are read, has a
-    factor for all of them. A step moves the factor of its load a little, and its number of rows within the shape more.
-    A number of rows that was not measured for a while, or only before there were requests, is doubted.
+    They are what a step of so many rows took at the start, times three factors: of the number of rows, of the load,
+    which is how many tokens are read, and of the machine, which has slow and fast times. What a step took otherwise
+    than expected moves all three, most of all what rests on the fewest measurements, as in a Kalman filter; so what
+    every step has in common is found in those of few rows, too. A pause comes alone: a step that took longer counts as
+    far as the one of as many rows before it did, and a little more. A number of rows that was not measured for a while,
+    or only before there were requests, is doubted.
     """
 
     def __init__(self) -> None:
-        # Lists, as every step changes them: arrays' code is long, and a step drives it out of the caches.
         self._shape = [0.0] * len(ROWS)  # seconds; 0: nothing is known
-        self._apart = [0.0] * len(ROWS)  # logarithms of what the shape is multiplied with
-        self._num = [0.0] * len(ROWS)  # measurements, those of a while ago for less
-        self._factors: dict[int, float] = {}  # logarithms, by load
+        self._rows = [_Part() for _ in ROWS]
+        self._longer = [0.0] * len(ROWS)  # logarithms: what the newest step took, by what was expected
+        self._loads: dict[int, _Part] = {}
+        self._machine = _Part(num=_START)
         self._num_observed = 0
-        self._by_rows: list[float] = []  # seconds of 0, 1, 2 ... rows, but for the factor; never falling
+        self._by_rows: list[float] = []  # seconds of 0, 1, 2 ... rows, but for the other factors; never falling
 
     @property
     def is_known(self) -> bool:
@@ -47,31 +64,41 @@ class DecodeCost:
 
     def begin(self, seconds: NDArray[np.float64]) -> None:
         """Start from these seconds of steps of ROWS rows each over a short context."""
-        self._shape = np.maximum.accumulate(np.maximum(seconds, _SHORTEST_S)).tolist()
-        self._apart, self._num = [0.0] * len(ROWS), [_START] * len(ROWS)
-        self._factors.clear()
+        self._shape = np.maximum.accumulate(np.maximum(seconds, _TINY)).tolist()
+        self._rows, self._longer = [_Part(num=_START) for _ in ROWS], [0.0] * len(ROWS)
+        self._loads, self._machine, self._num_observed = {}, _Part(num=_START), 0
         self._list()
 
     def observe(self, rows: int, context: int, seconds: float) -> None:
         """A step of decoding alone took so long."""
-        seconds = max(seconds, _SHORTEST_S)
+        seconds = max(seconds, _TINY)
         if not self.is_known:
             self._shape = [seconds] * len(ROWS)
             self._list()
-        load, at = _load(context), row_class(rows)
-        ratio = seconds / self.seconds(rows, context)
-        is_new = not self._num[at]
-        ratio = math.log(ratio if is_new else min(ratio, _MOST))
-        self._num = [num * (1 - _FADES) for num in self._num]
-        if load not in self._factors:
-            self._factors[load] = self._factor(load) + ratio
-        else:
-            self._apart[at] += max(_FOLLOWS, 1 / (self._num[at] + 1)) * ratio
-            self._factors[load] += _DRIFTS * min(max(ratio, -_SUDDEN), _SUDDEN)
-        self._num[at] += 1
         self._num_observed += 1
+        load, at, now = _load(context), row_class(rows), self._num_observed
+        if load not in self._loads:
+            self._loads[load] = _Part(self._of_load(load), _START, now)
+        parts = self._rows[at], self._loads[load], self._machine
+        is_new = not parts[0].num
+        longer = math.log(seconds / self.seconds(rows, context))
+        counted = longer if is_new else min(longer, max(self._longer[at], 0.0) + _ALONE)
+        self._longer[at] = longer
+        doubts = [1 / max(part.num_known(now), _TINY) for part in parts]
+        self._lead(at, counted * doubts[0] / (sum(doubts) + 1))
+        for part, doubt in zip(parts, doubts, strict=True):
+            part.log += counted * doubt / (sum(doubts) + 1)
+            part.num, part.at = part.num_known(now) + 1, now
+        self._machine.num = min(self._machine.num, _MOST_OF_MACHINE)
         if is_new or self._num_observed % _LISTED_EVERY == 0:
             self._list()
+
+    def _lead(self, at: int, moved: float) -> None:
+        """A number of rows moves by so much; others that little is known of follow it, the less the further they are:
+        what a start measured wrong is seldom wrong for one alone."""
+        for other in range(max(at - _NEAR, 0), min(at + _NEAR + 1, len(ROWS))):
+            if other != at and (num := self._rows[other].num_known(self._num_observed)):
+                self._rows[other].log += moved * _FOLLOWS ** abs(other - at) * min(_START / num, 1.0)
 
     def seconds(self, rows: int, context: int = 0) -> float:
         """Of a step; 0 while nothing is known."""
@@ -79,13 +106,13 @@ class DecodeCost:
 
     def is_doubted(self, rows: int) -> bool:
         """Whether what so many rows take should be measured anew."""
-        return self._num[row_class(rows)] < _FEW
+        return self._rows[row_class(rows)].num_known(self._num_observed) < _FEW
 
     def curve(self, rows: int, more: int, context: int = 0) -> list[float]:
         """Seconds of steps of `rows` to `rows` + `more` rows, [more + 1], never falling."""
         if not self.is_known:
             return [0.0] * (more + 1)
-        factor = math.exp(self._factor(_load(context)))
+        factor = math.exp(self._machine.log + self._of_load(_load(context)))
         last = len(self._by_rows) - 1
         found = [factor * seconds for seconds in self._by_rows[rows : rows + more + 1]]
         slope = factor * (self._by_rows[last] - self._by_rows[last // 2]) / (last - last // 2)
@@ -93,22 +120,23 @@ class DecodeCost:
         return found + [factor * self._by_rows[last] + (at - last) * slope for at in beyond]
 
     def _list(self) -> None:
-        rising = _rising([s * math.exp(apart) for s, apart in zip(self._shape, self._apart, strict=True)], self._num)
+        seconds = [s * math.exp(part.log) for s, part in zip(self._shape, self._rows, strict=True)]
+        rising = _rising(seconds, [part.num_known(self._num_observed) for part in self._rows])
         self._by_rows = np.interp(range(ROWS[-1] + 1), ROWS, rising).tolist()
 
-    def _factor(self, load: int) -> float:
-        """That of the nearest load that was measured."""
-        if not self._factors:
+    def _of_load(self, load: int) -> float:
+        """The factor's logarithm of the nearest load that was measured."""
+        if not self._loads:
             return 0.0
-        nearest = load if load in self._factors else min(self._factors, key=lambda known: abs(known - load))
-        return self._factors[nearest]
+        nearest = load if load in self._loads else min(self._loads, key=lambda known: abs(known - load))
+        return self._loads[nearest].log
 
 
 def _rising(values: list[float], weights: list[float]) -> NDArray[np.float64]:
     """The nearest values that never fall, by their weights: neighbours that would fall are averaged."""
     found: list[tuple[float, float, int]] = []  # mean, weight, how many
     for value, weight in zip(values, weights, strict=True):
-        weight, count = weight + _SHORTEST_S, 1
+        weight, count = weight + _TINY, 1
         while found and found[-1][0] > value:
             mean, more, others = found.pop()
             value, weight, count = (mean * more + value * weight) / (more + weight), more + weight, count + others
@@ -173,7 +201,7 @@ class StepCost:
         if self._sums[0]:
             a, b = self._line()
             seconds = min(seconds, _OUTLIER * (a + b * context))
-        seconds = max(seconds, _SHORTEST_S)
+        seconds = max(seconds, _TINY)
         self._sums *= _KEPT
         self._sums += (1.0, context, seconds, context * context, context * seconds)
 

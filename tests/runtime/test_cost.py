@@ -136,3 +136,56 @@ def test_a_slow_moment_at_the_start_does_not_count(monkeypatch: pytest.MonkeyPat
     asked.clear()
     assert len(timing.step_seconds(runner, ROWS, 1.0)) == len(ROWS)
     assert max(asked) == 96
+
+
+def takes(rows: int) -> float:
+    """As on a CPU where a row more takes as long as the one before it."""
+    return 0.008 * (1 + 0.15 * (rows - 1))
+
+
+def decoded(cost: DecodeCost, rows: tuple[int, ...], num_steps: int, times: float = 1.0) -> None:
+    """Steps of a machine that is so many times slower, restless, and pauses now and then, in texts of all lengths."""
+    draw = np.random.default_rng(num_steps)
+    for _ in range(num_steps):
+        each = int(draw.choice(rows))
+        pause = float(draw.choice((2, 5))) if draw.random() < 0.01 else 1.0
+        cost.observe(
+            each, each * int(draw.integers(1000)), takes(each) * times * pause * float(draw.lognormal(0, 0.05))
+        )
+
+
+def error(cost: DecodeCost, times: float = 1.0) -> float:
+    return max(abs(cost.seconds(rows, 500) / takes(rows) / times - 1) for rows in ROWS)
+
+
+@pytest.fixture
+def begun() -> DecodeCost:
+    cost = DecodeCost()
+    cost.begin(np.array([takes(rows) for rows in ROWS]))
+    return cost
+
+
+@pytest.mark.parametrize("rows", [(1,), (1, 2, 3, 6), (4, 5, 9), (16, 17, 24)])
+def test_a_restless_machine_teaches_nothing_wrong_of_other_rows(rows: tuple[int, ...], begun: DecodeCost) -> None:
+    """One stream for long, and then sixteen: what these take is known still."""
+    decoded(begun, rows, 3000)
+    assert error(begun) < 0.1
+
+
+@pytest.mark.parametrize("times", [0.6, 1.5])
+def test_a_machine_that_changes_is_followed_by_all_rows(times: float, begun: DecodeCost) -> None:
+    decoded(begun, (1, 2, 4), 500)
+    decoded(begun, (1, 2, 4), 100, times)
+    assert error(begun, times) < 0.15
+
+
+def test_a_step_of_rows_seldom_measured_is_no_measure_of_a_pause(begun: DecodeCost) -> None:
+    decoded(begun, (1,), 300)
+    before = begun.seconds(16, 500)
+    begun.observe(16, 500, 5 * before)
+    decoded(begun, (1,), 50)
+    assert begun.seconds(16, 500) < 1.15 * before
+    for _ in range(4):  # it was no pause
+        begun.observe(16, 500, 5 * before)
+    decoded(begun, (1,), 50)
+    assert begun.seconds(16, 500) > 3 * before
