@@ -96,9 +96,9 @@ class DecodeCost:
     def _lead(self, at: int, moved: float) -> None:
         """A number of rows moves by so much; others that little is known of follow it, the less the further they are:
         what a start measured wrong is seldom wrong for one alone."""
-        for other in range(max(at - _NEAR, 0), min(at + _NEAR + 1, len(ROWS))):
-            if other != at and (num := self._rows[other].num_known(self._num_observed)):
-                self._rows[other].log += moved * _FOLLOWS ** abs(other - at) * min(_START / num, 1.0)
+        for other, part in enumerate(self._rows[: at + _NEAR + 1]):
+            if 0 < abs(other - at) <= _NEAR and (num := part.num_known(self._num_observed)):
+                part.log += moved * _FOLLOWS ** abs(other - at) * min(_START / num, 1.0)
 
     def seconds(self, rows: int, context: int = 0) -> float:
         """Of a step; 0 while nothing is known."""

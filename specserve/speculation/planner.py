@@ -52,16 +52,10 @@ class Planner:
         self.guard.begin(load)
         measured = self.guard.plain(load)
         scale = plain / measured if measured else 1.0
-        token = self._token(load, plain)
+        # Few decode while others' prompts are read: a token saved there is a row less of a later step, in which all do.
+        later = max(load.rows, load.later if load.tokens else 1)
+        token = self._cost.seconds(later, load.context * later // max(load.rows, 1)) / later
         self.now = Outlook(load, curve, plain, token, scale, self.guard.wants_plain(load), float(load.rows))
-
-    def _token(self, load: Load, plain: float) -> float:
-        """Few decode while others' prompts are read, and a token that one of them saves is a row less of a later step,
-        in which all do."""
-        rows = max(load.rows, 1)
-        if not load.tokens or load.later <= rows:
-            return plain / rows
-        return self._cost.seconds(load.later, load.context * load.later // rows) / load.later
 
     def extra(self, count: int) -> float:
         """Seconds that so many nodes add to the step."""
