@@ -194,7 +194,7 @@ def _weighing(config: EngineConfig, scheduler: Scheduler, executor: Executor) ->
     cost, most = scheduler.cost.decoding, executor.most_under_way
     if config.adaptive or most > 1:
         cost.begin(step_seconds(executor, ROWS, _TIMING_S))
-    return Weighing(cost, most, scheduler.max_num_seqs) if config.adaptive else None
+    return Weighing(cost, most) if config.adaptive else None
 
 
 def _load(

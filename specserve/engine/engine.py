@@ -95,7 +95,7 @@ class Engine:
         self.cache.reads_next = drafter.needs.reads_next
         self.executor.set_outputs(drafter.needs.hidden_layers, drafter.needs.top_k)
         most = self.executor.most_under_way
-        weighing = Weighing(self.scheduler.cost.decoding, most, self.scheduler.max_num_seqs) if adaptive else None
+        weighing = Weighing(self.scheduler.cost.decoding, most) if adaptive else None
         self.drafting.use(drafter, num_speculative_tokens, weighing)
 
     def add(self, request: Request, grammar: Grammar | None = None) -> None:

@@ -18,7 +18,6 @@ class Load(NamedTuple):
     rows: int  # sequences that decode
     context: int = 0  # tokens they have in all
     tokens: int = 0  # of chunks of prompts
-    later: int = 0  # sequences that decode when these are read, as far as is known
 
 
 @dataclass(slots=True)

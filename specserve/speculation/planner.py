@@ -23,7 +23,6 @@ class Outlook:
     load: Load = _NO_LOAD
     curve: list[float] = field(default_factory=lambda: [0.0])  # seconds of the step with 0, 1, 2 ... nodes
     plain: float = 0.0  # seconds of the step without drafts and chunks; 0 while nothing is known
-    token: float = 0.0  # seconds of a token of plain decoding: in this step, beside chunks in those that come later
     scale: float = 1.0  # what plain steps are expected to take, times what they took
     is_probe: bool = False  # a step without drafts, which tells what plain decoding takes
     expected: float = 0.0  # its tokens with the nodes so far, and
@@ -52,10 +51,7 @@ class Planner:
         self.guard.begin(load)
         measured = self.guard.plain(load)
         scale = plain / measured if measured else 1.0
-        # Few decode while others' prompts are read: a token saved there is a row less of a later step, in which all do.
-        later = max(load.rows, load.later if load.tokens else 1)
-        token = self._cost.seconds(later, load.context * later // max(load.rows, 1)) / later
-        self.now = Outlook(load, curve, plain, token, scale, self.guard.wants_plain(load), float(load.rows))
+        self.now = Outlook(load, curve, plain, scale, self.guard.wants_plain(load), float(load.rows))
 
     def extra(self, count: int) -> float:
         """Seconds that so many nodes add to the step."""
@@ -63,6 +59,11 @@ class Planner:
             load = self.now.load
             self.now.curve = self._cost.curve(load.rows + load.tokens, count, load.context)
         return self.now.curve[count] - self.now.curve[0]
+
+    @property
+    def token(self) -> float:
+        """Seconds of a token of plain decoding."""
+        return self.now.plain / max(self.now.load.rows, 1)
 
     @property
     def _affordable(self) -> float:
@@ -75,14 +76,14 @@ class Planner:
 
     def price(self, count: int) -> float:
         """What so many nodes cost, in tokens that plain decoding of one sequence emits in the time."""
-        return self.extra(count) / self.now.token if count and self.now.plain else 0.0
+        return self.extra(count) / self.token if count and self.now.plain else 0.0
 
     def speed(self, expected: Many[float], asking: float = 0.0, is_whole: bool = False) -> float:
         """Times the tokens a second without a draft of which expected[i] tokens of depth i are accepted and which takes
         `asking` seconds: of one as long as is best, if all sequences were like this one; or of the step with what was
         chosen so far, of a draft that is verified whole."""
         now, there = self.now, self.extra(self.now.num_chosen)
-        tokens, seconds = (now.expected, now.plain + now.asking + there) if is_whole else (1.0, self.now.token)
+        tokens, seconds = (now.expected, now.plain + now.asking + there) if is_whole else (1.0, self.token)
         sums = enumerate(accumulate(expected, initial=tokens), now.num_chosen)
         return max(more / (seconds + asking + self.extra(count) - there) for count, more in sums) * seconds / tokens
 
@@ -134,5 +135,5 @@ class Planner:
         if not load.tokens:
             return expected / seconds
         extra = seconds - self.now.curve[0]
-        share = self.now.token + (extra / count if count else 0.0)
+        share = self.token + (extra / count if count else 0.0)
         return (expected - load.rows) * share / 2 - extra

@@ -44,12 +44,11 @@ class Weighing:
     """Weighs drafts by what steps cost and by what came of earlier ones: whom to ask and for how much (`choose`), which
     nodes to verify (`admit`), and what that has shown (`learn`, `record`)."""
 
-    def __init__(self, cost: DecodeCost, most_under_way: int = 1, max_num_seqs: int = 2**31) -> None:
+    def __init__(self, cost: DecodeCost, most_under_way: int = 1) -> None:
         self.planner = Planner(cost, most_under_way)
         self.sources: defaultdict[str, Source] = defaultdict(Source)
         self._plain: Rates = defaultdict(Acceptance)
         self._by_adapter: WeakKeyDictionary[LoadedAdapter, Rates] = WeakKeyDictionary()
-        self._max_num_seqs = max_num_seqs
         self._records: dict[Sequence, _Record] = {}
         self._accepted = 0  # nodes of this step
         self.saved: defaultdict[str, float] = defaultdict(float)  # seconds in this step, by source; see `_credit`
@@ -74,8 +73,7 @@ class Weighing:
         for each in decoding:
             self._records[each.seq].waited += 1
         tokens = sum(each.num_new for each in step.seqs) - len(decoding)
-        later = min(len(self._records), self._max_num_seqs)
-        self.planner.start(Load(len(decoding), sum(len(each.seq.tokens) for each in decoding), tokens, later))
+        self.planner.start(Load(len(decoding), sum(len(each.seq.tokens) for each in decoding), tokens))
 
     @property
     def outlook(self) -> Outlook:
@@ -108,7 +106,7 @@ class Weighing:
         for each in sorted(group, key=lambda each: -self._records[each.seq].waited):
             record = self._records[each.seq]
             if name == LOOKUPS:
-                pays = can_draft and record.gain * planner.now.token > seconds
+                pays = can_draft and record.gain * planner.token > seconds
                 lengths[each] = group[each] if pays or source.explores(seconds) else 0
             elif self._may_ask(each.seq, source.cost.reading(unread.get(each.seq, 0))):
                 found = None if merged is None else merged[each]
@@ -123,7 +121,7 @@ class Weighing:
             return True
         if name != LOOKUPS:
             return not can_draft
-        seconds, token = source.cost.of(1, len(group)), self.planner.now.token
+        seconds, token = source.cost.of(1, len(group)), self.planner.token
         pays = can_draft and any(self._records[each.seq].gain * token > seconds for each in group)
         return not pays and not source.may_explore(seconds)
 
@@ -167,7 +165,7 @@ class Weighing:
         gain = HOPE if source.gain is None else source.gain
         is_tried = source.gain is not None or not source.catching_up
         steps = min(seq.max_tokens - seq.num_output, LASTS)
-        pays = planner.guard.allowance > 0 and gain * planner.now.token * steps > reading
+        pays = planner.guard.allowance > 0 and gain * planner.token * steps > reading
         if reading and is_tried and pays:
             source.catching_up.add(seq)
         return not reading or (is_tried and pays)
@@ -239,12 +237,12 @@ class Weighing:
                 own.setdefault(owners[0][0], []).append(place in verdict.path and proposals.tokens[node] == said)
         for source, hits in own.items():
             rows = self.planner.price(len(nodes)) - self.planner.price(len(nodes) - len(hits))
-            self.saved[source] += (sum(hits) - rows) * self.planner.now.token
+            self.saved[source] += (sum(hits) - rows) * self.planner.token
 
     def _repay(self, seq: Sequence, record: _Record, gained: float, asking: float) -> None:
         """A draft that was verified whole has gained so many tokens, but for the seconds of asking for it."""
         source = self.sources[seq.drafter]
-        token = self.planner.now.token or asking
+        token = self.planner.token or asking
         saved = gained * token - asking
         before = HOPE if source.gain is None else source.gain
         source.gain = before + FORGETS * (saved / token - before)
@@ -257,7 +255,7 @@ class Weighing:
         of reading are lent: what drafts of their sequences save pays them back, and the rest counts when these end."""
         planner, guard, now = self.planner, self.planner.guard, self.planner.now
         if drafted and now.load.tokens:
-            guard.charge(planner.extra(drafted) - self._accepted * planner.now.token)
+            guard.charge(planner.extra(drafted) - self._accepted * planner.token)
         guard.took(now.load, drafted, self._accepted, seconds - now.reading, now.drafting + telling)
         for source in self.sources.values():
             source.end_step(seconds)

@@ -397,27 +397,3 @@ def test_what_is_worth_nothing_is_not_drafted() -> None:
     assert drafted is not None and alone is not None
     assert sum(drafted[500:]) < 0.02 * 500 * 8
     assert sum(alone[500:]) > 300
-
-
-def beside_a_prompt(num_open: int, max_num_seqs: int, is_beside: bool = True) -> tuple[Weighing, list[int]]:
-    """One of so many requests decodes in a step, beside a chunk of another's prompt; and what is verified there of a
-    draft whose first token mostly stands."""
-    cost = StepCost()
-    cost.decoding.begin(np.array([PLAIN * (0.8 + 0.2 * rows) for rows in ROWS]))
-    weighing = Weighing(cost.decoding, 1, max_num_seqs)
-    seqs = [Sequence(str(i), 0, [0] * 20, 19, SamplingParams(), 0, 10**9) for i in range(num_open)]
-    weighing.begin(seqs)
-    step = Step([ScheduledSeq(seqs[0], 19, 1, sampled=True)], 512, 512)
-    step.seqs += [ScheduledSeq(seqs[1], 0, 12, sampled=False)] if is_beside else []
-    weighing.start(step)
-    draft = Draft.chain([RIGHT], confidence=np.full(1, 0.7, np.float32))
-    return weighing, weighing.admit([(seqs[0], Proposals([("source", draft)]))], 512)[0]
-
-
-def test_beside_a_prompt_a_token_saves_a_row_of_those_that_will_decode() -> None:
-    """One that decodes alone there saves no whole step: when the prompts are read, sixteen take one together."""
-    for num_open, max_num_seqs, later in ((2, 64, 2), (16, 64, 16), (100, 8, 8)):
-        weighing, _ = beside_a_prompt(num_open, max_num_seqs)
-        assert weighing.outlook.token == pytest.approx(PLAIN * (0.8 + 0.2 * later) / later)
-    assert beside_a_prompt(16, 64, is_beside=False)[0].outlook.token == pytest.approx(PLAIN)
-    assert [len(beside_a_prompt(num_open, 64)[1]) for num_open in (2, 16)] == [1, 0]
