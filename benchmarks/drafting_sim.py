@@ -1,6 +1,6 @@
 """What drafting gains on a virtual clock: an engine that says recorded answers, with its own scheduler, drafters and
 weighing, whose steps take what was measured. No machine disturbs it, so two versions of a rule can be told apart where
-a clock on the wall cannot, in seconds for a grid.
+a clock on the wall cannot, in two minutes for a grid.
 
     specserve bench --prompts FILE --max-tokens 96 --temperature 1 --record sampled.jsonl
     python benchmarks/simulation/measure.py smollm2-135m --json costs.json
@@ -8,7 +8,8 @@ a clock on the wall cannot, in seconds for a grid.
 
 All numbers of streams run in one engine, one after another, as a server meets them: what is learned of step costs goes
 on. A step's time scatters by --scatter, and one of a hundred takes twice as long. Drafters take --asking-us for each
-sequence that they are asked for, and no time beside that.
+sequence that they are asked for, and no time beside that. They must be look-ups (auto, ngram, suffix): a
+recording has no hidden states, and nothing says how long a drafter's model takes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from simulation.costs import StepCosts
 from specserve.bench.replay import Record, accepted_path, read_records
 from specserve.engine.engine import Engine, step_load
 from specserve.engine.request import Request
+from specserve.errors import ConfigError
 from specserve.llm import LLM
 from specserve.runtime.cost import ROWS
 from specserve.runtime.executor import Executor, MakeMasks, StepOutput
@@ -96,7 +98,7 @@ class Tally:
 
 
 class Simulation:
-    """An engine that says what was recorded. A context manager; the clock is virtual inside."""
+    """An engine that says what was recorded while its clock is `virtual`."""
 
     def __init__(self, llm: LLM, costs: StepCosts, scatter: float, asking_s: float) -> None:
         self.llm, self._asking_s, self._num_asked = llm, asking_s, 0
@@ -129,6 +131,9 @@ class Simulation:
     def run(self, records: Many[Record], drafter: str, tally: Tally) -> None:
         """All of them at once, drafted for by one that knows nothing yet."""
         self.llm.use_drafter(drafter)
+        needs = self._engine.policy.own.needs
+        if needs.cost_class != "free" or needs.hidden_layers or needs.top_k:
+            raise ConfigError(f"{drafter} drafts from what a recording has not. Name auto, ngram or suffix.")
         self.llm.reset_prefix_cache()
         engine, begun, before = self._engine, self.clock.now, self._engine.counters.num_steps
         seqs: list[Sequence] = []
@@ -192,7 +197,13 @@ def parse(arguments: Many[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scatter", type=float, default=0.05, help="standard deviation (default: %(default)s)")
     parser.add_argument("--asking-us", type=float, default=50.0, help="(default: %(default)s)")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if (
+        min(*options.concurrency, options.repeats, options.max_tokens, 1 if options.limit is None else options.limit)
+        < 1
+    ):
+        parser.error("--concurrency, --repeats, --limit and --max-tokens are at least 1.")
+    return options
 
 
 def main(arguments: Many[str] | None = None) -> None:

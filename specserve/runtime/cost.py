@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-# What a change of each would give is in benchmarks/LOG.md (2026-11-26: what each constant of drafting is worth).
+# What a change of each would give is in benchmarks/LOG.md (2026-11-26: what each constant of drafting is worth; and
+# 2026-11-29: what steps seem to cost after others).
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)  # of steps that are told apart
 _FADES = 0.002  # of what measurements count, with each step
 _START, _FEW = 0.4, 0.5  # measurements: what the start counts as, and less than which is doubted
 _MOST_OF_MACHINE = 10  # measurements that the machine's factor rests on: it changes all the time
-_ALONE = 0.1  # logarithm: a step that took more longer than expected may be a pause
+_ALONE = 0.1  # logarithm: a step that takes longer than expected by more than this may be a pause
 _NEAR, _FOLLOWS = 3, 0.5  # numbers of rows that follow one, and how far the next one does
 _CONTEXT, _NUM_LOADS = 512, 16  # tokens that a step reads in all; twice as many are another load
 _LISTED_EVERY = 8  # observations: until then decisions do without them
@@ -27,8 +28,8 @@ _OUTLIER = 4.0  # times what was expected: more is a machine that paused
 
 @dataclass(slots=True)
 class _Part:
-    """What steps that have something in common take more than others: a logarithm, and how many measurements it rests
-    on, those of a while ago for less."""
+    """One factor of what a step takes: its logarithm, and how many measurements it rests on, those of a while ago for
+    less."""
 
     log: float = 0.0
     num: float = 0.0

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from specserve.bench.replay import Record
+from specserve.errors import ConfigError
 from specserve.llm import LLM
 from specserve.testing import write_tiny_model
 
@@ -50,7 +51,8 @@ def simulate(program: ModuleType, llm: LLM, table: dict[str, Any], found: list[R
     simulation = program.Simulation(llm, costs, options.get("scatter", 0.0), 0.0)
     try:
         with simulation.virtual():
-            return program.simulate(simulation, {"words": found}, options.get("concurrency", 1), "ngram", 1)["words"]
+            who, concurrency = options.get("drafter", "ngram"), options.get("concurrency", 1)
+            return program.simulate(simulation, {"words": found}, concurrency, who, 1)["words"]
     finally:
         engine.executor = executor
 
@@ -76,6 +78,14 @@ def test_the_same_again_is_the_same(program: ModuleType, llm: LLM) -> None:
     cells = [simulate(program, llm, FLAT, records(6, 40, 7), concurrency=3, scatter=0.05) for _ in range(2)]
     assert cells[0]["speedup"] == cells[1]["speedup"] > 1
     assert time.perf_counter is clock
+
+
+def test_what_it_cannot_simulate_is_refused(program: ModuleType, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="recycle drafts from what a recording has not"):
+        simulate(program, llm, FLAT, records(1, 20, 5), drafter="recycle")
+    with pytest.raises(SystemExit):
+        program.main(["said.jsonl", "--concurrency", "0", "4"])
+    assert "at least 1" in capsys.readouterr().err
 
 
 def test_the_program(program: ModuleType, llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,7 +179,7 @@ def test_a_machine_that_changes_is_followed_by_all_rows(times: float, begun: Dec
     assert error(begun, times) < 0.15
 
 
-def test_a_step_of_rows_seldom_measured_is_no_measure_of_a_pause(begun: DecodeCost) -> None:
+def test_a_pause_in_rows_seldom_measured_is_not_their_cost(begun: DecodeCost) -> None:
     decoded(begun, (1,), 300)
     before = begun.seconds(16, 500)
     begun.observe(16, 500, 5 * before)
